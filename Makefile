@@ -1,0 +1,121 @@
+# idem: build, install and test.
+#
+#   make                   build against the pg_config in PATH (or PG_CONFIG=...)
+#   make install           install into that PostgreSQL
+#   make installcheck      run the regression and isolation tests against a
+#                          running server (PGHOST, PGPORT, PGUSER... as usual)
+#
+# These need no installation and no server; they make private ones:
+#
+#   make deps              install what building and testing need (Debian)
+#   make check             run all tests (TIERS=... TESTS=...; see test/run)
+#   make check-versions    the same on other PostgreSQL builds (see test/versions)
+#   make demo              see it work
+#   make bench             measure it
+
+EXTENSION = idem
+EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'.*/\1/p" idem.control)
+MODULE_big = idem
+PGFILEDESC = "idem - idempotency for PostgreSQL"
+
+OBJS = \
+	src/idem.o \
+	src/guc.o \
+	src/catalog.o \
+	src/input.o \
+	src/statement.o \
+	src/durable.o \
+	src/unique.o \
+	src/consumer.o \
+	src/inbox.o \
+	src/key.o \
+	src/version.o \
+	src/stat.o \
+	src/worker.o \
+	src/launcher.o \
+	src/database.o \
+	src/sweep.o \
+	src/retention.o
+
+# The extension script is the concatenation of these, in this order.
+SQL_PARTS = \
+	src/idem.sql \
+	src/consumer.sql \
+	src/inbox.sql \
+	src/key.sql \
+	src/version.sql \
+	src/stat.sql \
+	src/retention.sql \
+	src/stuck.sql \
+	src/roles.sql
+
+DATA_built = $(EXTENSION)--$(EXTVERSION).sql
+
+# Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
+# test/pgtap/NAME.sql and test/tap/NAME.pl.
+REGRESS = smoke
+ISOLATION = smoke
+PGTAP = surface
+TAP = 001_smoke
+
+ISOLATION_OPTS = --inputdir=test/isolation
+
+PG_CONFIG ?= pg_config
+
+# Our own goals are scripts.  They do without PGXS, because on a fresh machine
+# there is none yet, and because PGXS has a `check' of its own that only says
+# that it is not supported.
+OWN_GOALS = deps check check-versions demo bench
+ifneq (,$(filter $(OWN_GOALS) print-%,$(MAKECMDGOALS)))
+
+ifneq (,$(filter-out $(OWN_GOALS) print-%,$(MAKECMDGOALS)))
+$(error $(filter $(OWN_GOALS),$(MAKECMDGOALS)) cannot be combined with other goals; run make twice)
+endif
+
+.PHONY: $(OWN_GOALS)
+
+deps:
+	@test/deps
+
+check:
+	@test/run
+
+check-versions:
+	@test/versions
+
+demo:
+	@test/demo/run
+
+bench:
+	@test/bench/run
+
+# lets the scripts read the lists above
+print-%:
+	@echo $($*)
+
+else # PGXS
+
+PGXS := $(shell $(PG_CONFIG) --pgxs 2>/dev/null)
+ifeq (,$(wildcard $(PGXS)))
+$(error No PostgreSQL server development files found ($(PG_CONFIG) --pgxs). Run "make deps", or set PG_CONFIG=/path/to/pg_config)
+endif
+
+# The server's headers are not clean under -Wextra; as system headers they
+# are exempt, while our own code is not.
+PG_CPPFLAGS = -isystem $(shell $(PG_CONFIG) --includedir-server)
+PG_CFLAGS = -Wall -Wextra $(if $(WERROR),-Werror)
+
+# A PostgreSQL built with LLVM wants bitcode made by the very clang it was
+# configured with.  Do without, if that is not here.
+ifeq (,$(shell command -v $(shell sed -n 's/^CLANG[[:space:]]*=//p' $(dir $(PGXS))../Makefile.global)))
+override with_llvm = no
+endif
+
+include $(PGXS)
+
+$(OBJS) $(OBJS:.o=.bc): $(wildcard src/*.h)
+
+$(DATA_built): $(SQL_PARTS) idem.control
+	cat $(SQL_PARTS) > $@.tmp && mv $@.tmp $@
+
+endif # PGXS

@@ -1,0 +1,32 @@
+/*-------------------------------------------------------------------------
+ *
+ * catalog.h
+ *		The extension's own tables, found by name and remembered by oid.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_CATALOG_H
+#define IDEM_CATALOG_H
+
+typedef enum IdemRel
+{
+	IDEM_REL_CONSUMER,
+	IDEM_REL_CONSUMER_PKEY,
+	IDEM_REL_INBOX_CLAIM,
+	IDEM_REL_INBOX_CLAIM_PKEY,
+	IDEM_REL_INBOX_CONSUMER,
+	IDEM_REL_INBOX_CONSUMER_NAME,
+	IDEM_REL_INBOX_CONSUMER_SEQ,
+	IDEM_REL_KEY,
+	IDEM_REL_KEY_PKEY,
+	IDEM_REL_VERSION,
+	IDEM_REL_VERSION_PKEY
+} IdemRel;
+
+#define IDEM_NUM_RELS (IDEM_REL_VERSION_PKEY + 1)
+
+extern Oid	idem_rel(IdemRel which);
+extern bool idem_installed(void);
+extern uint64 idem_catalog_generation(void);
+
+#endif							/* IDEM_CATALOG_H */

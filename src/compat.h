@@ -1,0 +1,32 @@
+/*-------------------------------------------------------------------------
+ *
+ * compat.h
+ *		Every difference between PostgreSQL 15, 16, 17 and 18, in one place.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_COMPAT_H
+#define IDEM_COMPAT_H
+
+#if PG_VERSION_NUM < 150000 || PG_VERSION_NUM >= 190000
+#error "idem supports PostgreSQL 15 to 18"
+#endif
+
+#include "access/genam.h"
+#include "access/transam.h"
+
+#if PG_VERSION_NUM >= 180000
+#define idem_index_beginscan(heap, index, snapshot, nkeys) \
+	index_beginscan(heap, index, snapshot, NULL, nkeys, 0)
+#else
+#define idem_index_beginscan(heap, index, snapshot, nkeys) \
+	index_beginscan(heap, index, snapshot, nkeys, 0)
+#endif
+
+#if PG_VERSION_NUM >= 170000
+#define idem_oldest_clog_xid() (TransamVariables->oldestClogXid)
+#else
+#define idem_oldest_clog_xid() (ShmemVariableCache->oldestClogXid)
+#endif
+
+#endif							/* IDEM_COMPAT_H */

@@ -1,0 +1,400 @@
+/*-------------------------------------------------------------------------
+ *
+ * consumer.c
+ *		Consumers: their numbers, their retention, their figures.
+ *
+ * Nobody has to declare a consumer.  Its claims bear a number instead of its
+ * name, to keep them small; the first claim of a new name makes a number in
+ * its own transaction.  That must not make two such claims wait for each
+ * other, so several numbers may stand for one name: the number serves
+ * retention and figures only, never the decision who claimed what.
+ *
+ * idem.consumer holds what was declared (for now: the retention).
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/genam.h"
+#include "access/htup_details.h"
+#include "access/table.h"
+#include "access/xact.h"
+#include "catalog/indexing.h"
+#include "catalog/pg_type.h"
+#include "commands/sequence.h"
+#include "commands/trigger.h"
+#include "utils/builtins.h"
+#include "utils/fmgroids.h"
+#include "utils/hsearch.h"
+#include "utils/inval.h"
+#include "utils/memutils.h"
+#include "utils/rel.h"
+#include "utils/snapmgr.h"
+
+#include "catalog.h"
+#include "consumer.h"
+#include "guc.h"
+#include "launcher.h"
+#include "statement.h"
+
+/* Columns, as in consumer.sql. */
+#define Anum_inbox_consumer_id		1
+#define Anum_inbox_consumer_name	2
+#define Natts_inbox_consumer		2
+
+#define Anum_consumer_name			1
+#define Anum_consumer_retention		2
+#define Anum_consumer_floor			3
+
+/* Below this, a retention is likelier a mistake than a wish. */
+#define SHORT_RETENTION_SECONDS		3600
+
+static HTAB *consumers = NULL;
+static uint64 consumers_generation = 0;
+static IdemConsumer *latest = NULL;
+
+/* Numbers that vanish if our transaction rolls back. */
+static slist_head uncommitted = SLIST_STATIC_INIT(uncommitted);
+
+PG_FUNCTION_INFO_V1(idem_consumer_changed);
+PG_FUNCTION_INFO_V1(idem_consumer_create);
+PG_FUNCTION_INFO_V1(idem_consumer_alter);
+PG_FUNCTION_INFO_V1(idem_consumer_drop);
+
+/* Keep the numbers we made, or forget them.  Must not fail. */
+static void
+settle_uncommitted(bool keep)
+{
+	slist_mutable_iter iter;
+
+	slist_foreach_modify(iter, &uncommitted)
+	{
+		if (!keep)
+			slist_container(IdemConsumer, uncommitted, iter.cur)->id = 0;
+		slist_delete_current(&iter);
+	}
+}
+
+static void
+on_xact_end(XactEvent event, void *arg pg_attribute_unused())
+{
+	/* After PREPARE nobody knows how it ends. */
+	if (event == XACT_EVENT_COMMIT)
+		settle_uncommitted(true);
+	else if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PREPARE)
+		settle_uncommitted(false);
+}
+
+static void
+on_subxact_end(SubXactEvent event, SubTransactionId me pg_attribute_unused(),
+			   SubTransactionId parent pg_attribute_unused(),
+			   void *arg pg_attribute_unused())
+{
+	/* Numbers made outside the subtransaction are just looked up again. */
+	if (event == SUBXACT_EVENT_ABORT_SUB)
+		settle_uncommitted(false);
+}
+
+void
+idem_consumer_init(void)
+{
+	RegisterXactCallback(on_xact_end, NULL);
+	RegisterSubXactCallback(on_subxact_end, NULL);
+}
+
+/* Start with an empty memory if a table has changed under it. */
+static void
+check_generation(void)
+{
+	HASHCTL		ctl = {
+		.keysize = IDEM_MAX_NAME + 1,
+		.entrysize = sizeof(IdemConsumer),
+		.hcxt = TopMemoryContext,
+	};
+
+	if (consumers != NULL && consumers_generation == idem_catalog_generation())
+		return;
+
+	if (consumers != NULL)
+	{
+		slist_init(&uncommitted);
+		latest = NULL;
+		hash_destroy(consumers);
+		consumers = NULL;
+	}
+
+	/* Look the tables up now, so that the next change is noticed. */
+	(void) idem_rel(IDEM_REL_CONSUMER);
+	(void) idem_rel(IDEM_REL_INBOX_CONSUMER);
+	consumers_generation = idem_catalog_generation();
+	consumers = hash_create("idem consumers", 64, &ctl,
+							HASH_ELEM | HASH_STRINGS | HASH_CONTEXT);
+	idem_launcher_nudge();
+}
+
+/*
+ * idem_consumer
+ *		What we remember of a consumer; good until the next call.
+ *
+ * The name has passed idem_name_arg().
+ */
+IdemConsumer *
+idem_consumer(const text *name)
+{
+	const char *data = VARDATA_ANY(name);
+	int			len = VARSIZE_ANY_EXHDR(name);
+	char		buf[IDEM_MAX_NAME + 1];
+	bool		found;
+
+	check_generation();
+	if (latest != NULL && strncmp(latest->name, data, len) == 0 &&
+		latest->name[len] == '\0')
+		return latest;
+
+	/* Names come from callers, so the memory has a limit. */
+	if (hash_get_num_entries(consumers) >= 10000)
+	{
+		slist_init(&uncommitted);
+		latest = NULL;
+		hash_destroy(consumers);
+		consumers = NULL;
+		check_generation();
+	}
+
+	memcpy(buf, data, len);
+	buf[len] = '\0';
+	latest = hash_search(consumers, buf, HASH_ENTER, &found);
+	if (!found)
+		memset((char *) latest + sizeof(latest->name), 0,
+			   sizeof(IdemConsumer) - sizeof(latest->name));
+	return latest;
+}
+
+/*
+ * Find a row of one of our small tables by its name column, as it stands now,
+ * and hand its columns to the caller.
+ */
+static bool
+fetch_by_name(IdemRel rel, IdemRel index, AttrNumber attno, const char *name,
+			  Datum *values, bool *isnull)
+{
+	Relation	heap = table_open(idem_rel(rel), AccessShareLock);
+	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
+	ScanKeyData key;
+	SysScanDesc scan;
+	HeapTuple	tup;
+
+	ScanKeyInit(&key, attno, BTEqualStrategyNumber, F_TEXTEQ,
+				CStringGetTextDatum(name));
+	scan = systable_beginscan(heap, idem_rel(index), true, snapshot, 1, &key);
+	tup = systable_getnext(scan);
+	if (HeapTupleIsValid(tup))
+		heap_deform_tuple(heap_copytuple(tup), RelationGetDescr(heap),
+						  values, isnull);
+	systable_endscan(scan);
+	UnregisterSnapshot(snapshot);
+	table_close(heap, NoLock);
+	return HeapTupleIsValid(tup);
+}
+
+/*
+ * idem_consumer_id
+ *		The number that stands for a consumer in its claims.
+ *
+ * Makes one if there is none, as part of the current transaction.
+ */
+int32
+idem_consumer_id(IdemConsumer *consumer)
+{
+	Datum		values[Natts_inbox_consumer];
+	bool		isnull[Natts_inbox_consumer] = {0};
+	Relation	heap;
+	int32		id;
+
+	if (consumer->id != 0)
+		return consumer->id;
+
+	if (fetch_by_name(IDEM_REL_INBOX_CONSUMER, IDEM_REL_INBOX_CONSUMER_NAME,
+					  Anum_inbox_consumer_name, consumer->name, values, isnull))
+	{
+		id = DatumGetInt32(values[Anum_inbox_consumer_id - 1]);
+
+		/*
+		 * It may be one that our own transaction made and that a rollback to
+		 * a savepoint made us forget, so it cannot be trusted beyond it.
+		 */
+		if (TransactionIdIsValid(GetTopTransactionIdIfAny()))
+			slist_push_head(&uncommitted, &consumer->uncommitted);
+		consumer->id = id;
+		return id;
+	}
+
+	id = (int32) nextval_internal(idem_rel(IDEM_REL_INBOX_CONSUMER_SEQ), false);
+	values[Anum_inbox_consumer_id - 1] = Int32GetDatum(id);
+	values[Anum_inbox_consumer_name - 1] = CStringGetTextDatum(consumer->name);
+	heap = table_open(idem_rel(IDEM_REL_INBOX_CONSUMER), RowExclusiveLock);
+	CatalogTupleInsert(heap, heap_form_tuple(RelationGetDescr(heap),
+											 values, isnull));
+	table_close(heap, NoLock);
+
+	slist_push_head(&uncommitted, &consumer->uncommitted);
+	consumer->id = id;
+	return id;
+}
+
+/*
+ * idem_consumer_horizon
+ *		Nobody can know any more whether a message older than this was claimed.
+ *
+ * That is the retention, counted back from now; after the retention was
+ * made longer, claims that the old one removed are still missing.
+ */
+TimestampTz
+idem_consumer_horizon(IdemConsumer *consumer)
+{
+	if (!consumer->loaded)
+	{
+		Datum		values[4];
+		bool		isnull[4];
+
+		consumer->has_retention = false;
+		consumer->floor = DT_NOBEGIN;
+		if (fetch_by_name(IDEM_REL_CONSUMER, IDEM_REL_CONSUMER_PKEY,
+						  Anum_consumer_name, consumer->name, values, isnull))
+		{
+			consumer->has_retention = !isnull[Anum_consumer_retention - 1];
+			if (consumer->has_retention)
+				consumer->retention =
+					*DatumGetIntervalP(values[Anum_consumer_retention - 1]);
+			if (!isnull[Anum_consumer_floor - 1])
+				consumer->floor = DatumGetTimestampTz(values[Anum_consumer_floor - 1]);
+		}
+		consumer->loaded = true;
+	}
+
+	return Max(consumer->floor,
+			   GetCurrentTimestamp() -
+			   (consumer->has_retention ?
+				idem_span_usecs(&consumer->retention) :
+				idem_inbox_retention * USECS_PER_SEC));
+}
+
+/*
+ * consumer_changed() returns trigger
+ *		Makes every session forget what it remembers of consumers.
+ */
+Datum
+idem_consumer_changed(PG_FUNCTION_ARGS)
+{
+	if (!CALLED_AS_TRIGGER(fcinfo))
+		ereport(ERROR,
+				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
+				 errmsg("idem.consumer_changed() must be called as a trigger")));
+
+	CacheInvalidateRelcache(((TriggerData *) fcinfo->context)->tg_relation);
+	return PointerGetDatum(NULL);
+}
+
+/* A retention argument: null means the default; may warn. */
+static Datum
+retention_arg(FunctionCallInfo fcinfo, int arg, const text *name)
+{
+	Interval   *retention;
+
+	if (PG_ARGISNULL(arg))
+		return (Datum) 0;
+
+	retention = PG_GETARG_INTERVAL_P(arg);
+	idem_check_span(retention, "retention");
+	if (DatumGetBool(DirectFunctionCall2(interval_lt,
+										 IntervalPGetDatum(retention),
+										 IntervalPGetDatum(idem_seconds_interval(SHORT_RETENTION_SECONDS)))))
+		ereport(WARNING,
+				(errmsg("retention of consumer \"%s\" is shorter than an hour",
+						text_to_cstring(name)),
+				 errdetail("A message that is redelivered later than that is processed again.")));
+	return IntervalPGetDatum(retention);
+}
+
+static void
+no_such_consumer(const text *name)
+{
+	ereport(ERROR,
+			(errcode(ERRCODE_UNDEFINED_OBJECT),
+			 errmsg("consumer \"%s\" does not exist", text_to_cstring(name)),
+			 errhint("Create it with idem.consumer_create().")));
+}
+
+/* consumer_create(name, retention) */
+Datum
+idem_consumer_create(PG_FUNCTION_ARGS)
+{
+	static IdemStatement insert = {
+		.sql = "INSERT INTO idem.consumer (name, retention, horizon_floor)"
+		" VALUES ($1, $2, now() - $3) ON CONFLICT (name) DO NOTHING",
+		.nargs = 3,
+		.types = {TEXTOID, INTERVALOID, INTERVALOID}
+	};
+	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
+	Datum		values[3];
+	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
+
+	values[0] = PointerGetDatum(name);
+	values[1] = retention_arg(fcinfo, 1, name);
+	values[2] = IntervalPGetDatum(idem_seconds_interval(idem_inbox_retention));
+
+	SPI_connect();
+	if (idem_statement_run(&insert, values, nulls) == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_DUPLICATE_OBJECT),
+				 errmsg("consumer \"%s\" already exists", text_to_cstring(name)),
+				 errhint("Change it with idem.consumer_alter().")));
+	SPI_finish();
+	PG_RETURN_VOID();
+}
+
+/* consumer_alter(name, retention) */
+Datum
+idem_consumer_alter(PG_FUNCTION_ARGS)
+{
+	static IdemStatement update = {
+		.sql = "UPDATE idem.consumer SET retention = $2, horizon_floor ="
+		" greatest(horizon_floor, now() - coalesce(retention, $3))"
+		" WHERE name = $1",
+		.nargs = 3,
+		.types = {TEXTOID, INTERVALOID, INTERVALOID}
+	};
+	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
+	Datum		values[3];
+	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
+
+	values[0] = PointerGetDatum(name);
+	values[1] = retention_arg(fcinfo, 1, name);
+	values[2] = IntervalPGetDatum(idem_seconds_interval(idem_inbox_retention));
+
+	SPI_connect();
+	if (idem_statement_run(&update, values, nulls) == 0)
+		no_such_consumer(name);
+	SPI_finish();
+	PG_RETURN_VOID();
+}
+
+/* consumer_drop(name) */
+Datum
+idem_consumer_drop(PG_FUNCTION_ARGS)
+{
+	static IdemStatement del = {
+		.sql = "DELETE FROM idem.consumer WHERE name = $1",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
+	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
+	Datum		values[1];
+
+	values[0] = PointerGetDatum(name);
+	SPI_connect();
+	if (idem_statement_run(&del, values, NULL) == 0)
+		no_such_consumer(name);
+	SPI_finish();
+	PG_RETURN_VOID();
+}

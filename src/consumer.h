@@ -1,0 +1,37 @@
+/*-------------------------------------------------------------------------
+ *
+ * consumer.h
+ *		Consumers: their numbers, their retention, their figures.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_CONSUMER_H
+#define IDEM_CONSUMER_H
+
+#include "lib/ilist.h"
+#include "utils/timestamp.h"
+
+#include "input.h"
+#include "stat.h"
+
+/* What a session remembers of a consumer. */
+typedef struct IdemConsumer
+{
+	char		name[IDEM_MAX_NAME + 1];	/* must be first */
+	IdemStat	stat;
+
+	/* private */
+	int32		id;				/* 0: not looked up yet */
+	slist_node	uncommitted;	/* member of the list if we made the id */
+	bool		loaded;			/* are the following known? */
+	bool		has_retention;
+	Interval	retention;
+	TimestampTz floor;
+} IdemConsumer;
+
+extern void idem_consumer_init(void);
+extern IdemConsumer *idem_consumer(const text *name);
+extern int32 idem_consumer_id(IdemConsumer *consumer);
+extern TimestampTz idem_consumer_horizon(IdemConsumer *consumer);
+
+#endif							/* IDEM_CONSUMER_H */

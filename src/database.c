@@ -1,0 +1,251 @@
+/*-------------------------------------------------------------------------
+ *
+ * database.c
+ *		Keeps workers out of the way of commands on databases and extensions.
+ *
+ * A worker is a session.  CREATE DATABASE ... TEMPLATE, DROP DATABASE, RENAME
+ * and SET TABLESPACE refuse to run while there is one, so for their duration
+ * the worker of that database is sent away and none is started; afterwards,
+ * whatever came of the command, it is wanted again.  CREATE EXTENSION and
+ * DROP EXTENSION start and end the worker when they commit.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include <signal.h>
+
+#include "access/htup_details.h"
+#include "access/xact.h"
+#include "catalog/objectaccess.h"
+#include "catalog/pg_database.h"
+#include "catalog/pg_extension.h"
+#include "commands/dbcommands.h"
+#include "commands/defrem.h"
+#include "commands/extension.h"
+#include "miscadmin.h"
+#include "storage/latch.h"
+#include "storage/lwlock.h"
+#include "tcop/utility.h"
+#include "utils/acl.h"
+#include "utils/syscache.h"
+#include "utils/wait_event.h"
+
+#include "database.h"
+#include "worker.h"
+
+/* A worker goes when asked; after a while it is told, and then left alone. */
+#define ASK_MS		500
+#define GIVE_UP_MS	5000
+#define CHECK_MS	10
+
+/* Has this transaction created or dropped the extension? */
+static bool extension_changed = false;
+
+static ProcessUtility_hook_type next_utility = NULL;
+static object_access_hook_type next_object_access = NULL;
+
+/*
+ * The database that must be free of sessions for this command, if its worker
+ * is to make room: invalid if there is none, or if the command will fail for
+ * want of rights anyway.
+ */
+static Oid
+database_to_clear(Node *stmt)
+{
+	const char *name = NULL;
+	Oid			oid;
+	HeapTuple	tup;
+	ListCell   *lc;
+
+	switch (nodeTag(stmt))
+	{
+		case T_CreatedbStmt:
+			foreach(lc, ((CreatedbStmt *) stmt)->options)
+			{
+				DefElem    *option = lfirst(lc);
+
+				if (strcmp(option->defname, "template") == 0 && option->arg)
+					name = defGetString(option);
+			}
+			break;
+		case T_DropdbStmt:
+			name = ((DropdbStmt *) stmt)->dbname;
+			break;
+		case T_RenameStmt:
+			if (((RenameStmt *) stmt)->renameType == OBJECT_DATABASE)
+				name = ((RenameStmt *) stmt)->subname;
+			break;
+		case T_AlterDatabaseStmt:
+			foreach(lc, ((AlterDatabaseStmt *) stmt)->options)
+			{
+				if (strcmp(((DefElem *) lfirst(lc))->defname, "tablespace") == 0)
+					name = ((AlterDatabaseStmt *) stmt)->dbname;
+			}
+			break;
+		default:
+			break;
+	}
+
+	if (name == NULL || !OidIsValid(oid = get_database_oid(name, true)))
+		return InvalidOid;
+
+	tup = SearchSysCache1(DATABASEOID, ObjectIdGetDatum(oid));
+	if (!HeapTupleIsValid(tup))
+		return InvalidOid;
+	if (!has_privs_of_role(GetUserId(),
+						   ((Form_pg_database) GETSTRUCT(tup))->datdba))
+		oid = InvalidOid;
+	ReleaseSysCache(tup);
+	return oid;
+}
+
+/* Mark the database as held, and return the worker that is still there. */
+static int
+hold(Oid oid)
+{
+	IdemDatabase *db;
+	int			worker = 0;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	db = idem_database_find(oid);
+	if (db != NULL)
+	{
+		db->holder = MyProcPid;
+		worker = db->worker;
+		idem_process_wake(worker);
+	}
+	LWLockRelease(idem_workers->lock);
+	return worker;
+}
+
+static void
+let_go(Oid oid)
+{
+	IdemDatabase *db;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	db = idem_database_find(oid);
+	if (db != NULL && db->holder == MyProcPid)
+	{
+		db->holder = 0;
+		db->not_before = 0;
+	}
+	idem_process_wake(idem_workers->launcher);
+	LWLockRelease(idem_workers->lock);
+}
+
+/*
+ * Send the worker of a database away and wait until it is gone.  One that
+ * does not go in time is left to the command to complain about.
+ */
+static void
+clear_database(Oid oid)
+{
+	for (int waited = 0; waited < GIVE_UP_MS; waited += CHECK_MS)
+	{
+		int			worker = hold(oid);
+
+		if (worker == 0)
+			return;
+		if (waited == ASK_MS)
+			kill(worker, SIGTERM);
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+						 CHECK_MS, PG_WAIT_EXTENSION);
+		ResetLatch(MyLatch);
+		CHECK_FOR_INTERRUPTS();
+	}
+}
+
+static void
+call_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
+			 ProcessUtilityContext context, ParamListInfo params,
+			 QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
+{
+	(next_utility ? next_utility : standard_ProcessUtility)
+		(pstmt, query, read_only_tree, context, params, env, dest, qc);
+}
+
+static void
+on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
+		   ProcessUtilityContext context, ParamListInfo params,
+		   QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
+{
+	Node	   *stmt = pstmt->utilityStmt;
+	Oid			cleared = InvalidOid;
+
+	if (idem_workers != NULL && context == PROCESS_UTILITY_TOPLEVEL)
+		cleared = database_to_clear(stmt);
+
+	if (OidIsValid(cleared))
+	{
+		PG_TRY();
+		{
+			clear_database(cleared);
+			call_utility(pstmt, query, read_only_tree, context, params, env,
+						 dest, qc);
+		}
+		PG_FINALLY();
+		{
+			let_go(cleared);
+		}
+		PG_END_TRY();
+	}
+	else
+		call_utility(pstmt, query, read_only_tree, context, params, env, dest, qc);
+
+	if (IsA(stmt, CreateExtensionStmt) &&
+		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
+		extension_changed = true;
+}
+
+/* Notices DROP EXTENSION, in whatever way it comes about. */
+static void
+on_object_access(ObjectAccessType access, Oid class, Oid object, int sub,
+				 void *arg)
+{
+	if (next_object_access)
+		next_object_access(access, class, object, sub, arg);
+
+	if (access == OAT_DROP && class == ExtensionRelationId)
+	{
+		char	   *name = get_extension_name(object);
+
+		if (name != NULL && strcmp(name, "idem") == 0)
+			extension_changed = true;
+	}
+}
+
+/*
+ * Once that has committed, have somebody look: the worker, which goes away if
+ * the extension has, or the launcher.  Savepoints need no care that way.
+ */
+static void
+on_xact_end(XactEvent event, void *arg pg_attribute_unused())
+{
+	bool		changed = extension_changed;
+	IdemDatabase *db;
+
+	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
+		return;
+	extension_changed = false;
+	if (event != XACT_EVENT_COMMIT || !changed || idem_workers == NULL)
+		return;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	db = idem_database_add(MyDatabaseId);
+	idem_process_wake(db != NULL && db->worker != 0 ?
+					  db->worker : idem_workers->launcher);
+	LWLockRelease(idem_workers->lock);
+}
+
+/* Install the hooks; called while the postmaster loads us. */
+void
+idem_database_hooks(void)
+{
+	next_utility = ProcessUtility_hook;
+	ProcessUtility_hook = on_utility;
+	next_object_access = object_access_hook;
+	object_access_hook = on_object_access;
+	RegisterXactCallback(on_xact_end, NULL);
+}

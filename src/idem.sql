@@ -1,0 +1,5 @@
+-- complain if the script is sourced in psql, rather than via CREATE EXTENSION
+\echo Use "CREATE EXTENSION idem" to load this file. \quit
+
+COMMENT ON SCHEMA idem IS
+	'inbox and outbox primitives: messaging that neither loses nor repeats';

@@ -1,0 +1,489 @@
+/*-------------------------------------------------------------------------
+ *
+ * launcher.c
+ *		The process that keeps the workers of all databases running.
+ *
+ * A static background worker, connected to no database.  When it starts it
+ * has every database looked at once, one at a time: the worker started there
+ * goes away again if the extension is not installed.  After that it is told,
+ * by CREATE EXTENSION and, should that be missed (a restored template, a
+ * prepared transaction), by the first session that uses the extension.
+ *
+ * Workers that end are started again, with growing pauses if they come to
+ * nothing.  On a standby it does not run before promotion.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include <signal.h>
+
+#include "access/genam.h"
+#include "access/heapam.h"
+#include "access/htup_details.h"
+#include "access/table.h"
+#include "access/tableam.h"
+#include "access/xact.h"
+#include "catalog/pg_database.h"
+#include "funcapi.h"
+#include "miscadmin.h"
+#include "pgstat.h"
+#include "postmaster/bgworker.h"
+#include "postmaster/interrupt.h"
+#include "storage/ipc.h"
+#include "storage/latch.h"
+#include "storage/lwlock.h"
+#include "tcop/tcopprot.h"
+#include "utils/builtins.h"
+#include "utils/guc.h"
+#include "utils/memutils.h"
+#include "utils/snapmgr.h"
+#include "utils/syscache.h"
+#include "utils/timestamp.h"
+
+#include "guc.h"
+#include "launcher.h"
+#include "stat.h"
+#include "worker.h"
+
+/* How long to wait for a worker that was asked for, and for free slots. */
+#define START_TIMEOUT_MS	10000
+#define NO_SLOT_RETRY_MS	1000
+#define POLL_MS				10000
+
+/* Why a database has no worker. */
+typedef enum DatabaseFitness
+{
+	DATABASE_FIT,
+	DATABASE_GONE,
+	DATABASE_TEMPLATE
+} DatabaseFitness;
+
+/* Handles of the workers we asked for, in the order of the slots. */
+static BackgroundWorkerHandle **handles;
+
+PG_FUNCTION_INFO_V1(idem_worker_status);
+
+/* Register the launcher; called while the postmaster loads us. */
+void
+idem_launcher_register(void)
+{
+	BackgroundWorker worker;
+
+	memset(&worker, 0, sizeof(worker));
+	strlcpy(worker.bgw_name, "idem launcher", BGW_MAXLEN);
+	strlcpy(worker.bgw_type, "idem launcher", BGW_MAXLEN);
+	strlcpy(worker.bgw_library_name, "idem", BGW_MAXLEN);
+	strlcpy(worker.bgw_function_name, "idem_launcher_main", BGW_MAXLEN);
+	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION;
+	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
+	worker.bgw_restart_time = 1;
+	RegisterBackgroundWorker(&worker);
+}
+
+/*
+ * idem_launcher_nudge
+ *		Make sure that this database has a worker, or will have.
+ *
+ * Called by sessions now and then; cheap if all is well.
+ */
+void
+idem_launcher_nudge(void)
+{
+	bool		known;
+
+	if (idem_workers == NULL)
+		return;
+
+	LWLockAcquire(idem_workers->lock, LW_SHARED);
+	known = idem_database_find(MyDatabaseId) != NULL;
+	LWLockRelease(idem_workers->lock);
+	if (known)
+		return;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	if (idem_database_add(MyDatabaseId) != NULL)
+		idem_process_wake(idem_workers->launcher);
+	LWLockRelease(idem_workers->lock);
+}
+
+static void
+on_launcher_exit(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
+{
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	if (idem_workers->launcher == MyProcPid)
+		idem_workers->launcher = 0;
+	LWLockRelease(idem_workers->lock);
+}
+
+/* The databases to look at, in the caller's memory context. */
+static List *
+list_databases(void)
+{
+	MemoryContext caller = CurrentMemoryContext;
+	List	   *result = NIL;
+	Relation	rel;
+	TableScanDesc scan;
+	HeapTuple	tup;
+
+	StartTransactionCommand();
+	(void) GetTransactionSnapshot();
+	rel = table_open(DatabaseRelationId, AccessShareLock);
+	scan = table_beginscan_catalog(rel, 0, NULL);
+	while (HeapTupleIsValid(tup = heap_getnext(scan, ForwardScanDirection)))
+	{
+		Form_pg_database db = (Form_pg_database) GETSTRUCT(tup);
+
+		if (db->datallowconn && !db->datistemplate)
+		{
+			MemoryContext old = MemoryContextSwitchTo(caller);
+
+			result = lappend_oid(result, db->oid);
+			MemoryContextSwitchTo(old);
+		}
+	}
+	table_endscan(scan);
+	table_close(rel, AccessShareLock);
+	CommitTransactionCommand();
+	return result;
+}
+
+static DatabaseFitness
+database_fitness(Oid oid)
+{
+	DatabaseFitness result = DATABASE_GONE;
+	HeapTuple	tup;
+
+	StartTransactionCommand();
+	tup = SearchSysCache1(DATABASEOID, ObjectIdGetDatum(oid));
+	if (HeapTupleIsValid(tup))
+	{
+		Form_pg_database db = (Form_pg_database) GETSTRUCT(tup);
+
+		result = db->datallowconn && !db->datistemplate ?
+			DATABASE_FIT : DATABASE_TEMPLATE;
+		ReleaseSysCache(tup);
+	}
+	CommitTransactionCommand();
+	return result;
+}
+
+static bool
+register_worker(Oid oid, BackgroundWorkerHandle **handle)
+{
+	BackgroundWorker worker;
+
+	memset(&worker, 0, sizeof(worker));
+	snprintf(worker.bgw_name, BGW_MAXLEN, "idem maintenance for database %u", oid);
+	strlcpy(worker.bgw_type, "idem maintenance", BGW_MAXLEN);
+	strlcpy(worker.bgw_library_name, "idem", BGW_MAXLEN);
+	strlcpy(worker.bgw_function_name, "idem_maintenance_main", BGW_MAXLEN);
+	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION;
+	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
+	worker.bgw_restart_time = BGW_NEVER_RESTART;	/* that is our job */
+	worker.bgw_main_arg = ObjectIdGetDatum(oid);
+	worker.bgw_notify_pid = MyProcPid;
+	return RegisterDynamicBackgroundWorker(&worker, handle);
+}
+
+/* Put off the next start of a worker; caller holds the lock exclusively. */
+static void
+put_off(IdemDatabase *db, int ms, const char *reason)
+{
+	db->state = IDEM_DB_WAITING;
+	db->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
+	strlcpy(db->reason, reason, sizeof(db->reason));
+}
+
+/*
+ * A process that died without saying so must not keep its place for ever.
+ * The list of backends would not do: a worker that is about to connect is not
+ * in it yet.
+ */
+static bool
+process_is_gone(int pid)
+{
+	return pid != 0 && kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+static void
+forget_dead(IdemDatabase *db)
+{
+	if (process_is_gone(db->holder))
+		db->holder = 0;
+	if (process_is_gone(db->worker))
+	{
+		db->worker = 0;
+		db->state = IDEM_DB_WAITING;
+	}
+}
+
+/*
+ * Is it time to start the worker of this slot?  Notes on the way if one that
+ * was asked for did not come to life.
+ */
+static bool
+start_is_due(int slot)
+{
+	IdemDatabase *db = &idem_workers->databases[slot];
+	TimestampTz now = GetCurrentTimestamp();
+	bool		due;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	forget_dead(db);
+	if (OidIsValid(db->oid) && !db->wanted && db->worker == 0)
+		db->oid = InvalidOid;
+
+	if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
+	{
+		pid_t		pid;
+		bool		dead;
+
+		dead = handles[slot] != NULL ?
+			GetBackgroundWorkerPid(handles[slot], &pid) == BGWH_STOPPED :
+			TimestampDifferenceExceeds(db->started_at, now, START_TIMEOUT_MS);
+		if (dead)
+		{
+			db->failures++;
+			put_off(db, Min(1000 << Min(db->failures, 6), POLL_MS * 6),
+					"worker could not start; see the server log");
+		}
+	}
+
+	due = OidIsValid(db->oid) && db->state == IDEM_DB_WAITING &&
+		db->holder == 0 && db->not_before <= now;
+	LWLockRelease(idem_workers->lock);
+	return due;
+}
+
+static void
+start_worker(int slot)
+{
+	IdemDatabase *db = &idem_workers->databases[slot];
+	Oid			oid = db->oid;	/* only we free a slot without a worker */
+	DatabaseFitness fitness = database_fitness(oid);
+
+	if (handles[slot] != NULL)
+		pfree(handles[slot]);
+	handles[slot] = NULL;
+	if (fitness == DATABASE_GONE)
+		idem_stat_forget(oid);
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	if (db->oid == oid && db->holder == 0 && db->state == IDEM_DB_WAITING)
+	{
+		if (fitness == DATABASE_GONE)
+			db->oid = InvalidOid;
+		else if (fitness == DATABASE_TEMPLATE)
+			put_off(db, POLL_MS, "database is a template or allows no connections");
+		else if (!register_worker(oid, &handles[slot]))
+			put_off(db, NO_SLOT_RETRY_MS,
+					"no free background worker slot; increase max_worker_processes");
+		else
+		{
+			db->state = IDEM_DB_STARTING;
+			db->started_at = GetCurrentTimestamp();
+		}
+	}
+	LWLockRelease(idem_workers->lock);
+}
+
+/*
+ * Go through all slots and start what is due.  Returns how long to wait, and
+ * sets *looking if a start is under way whose outcome is not known yet.
+ */
+static long
+manage_slots(bool *looking)
+{
+	long		wait = POLL_MS;
+
+	*looking = false;
+	for (int slot = 0; slot < idem_workers->ndatabases; slot++)
+	{
+		IdemDatabase *db = &idem_workers->databases[slot];
+
+		if (start_is_due(slot))
+			start_worker(slot);
+
+		LWLockAcquire(idem_workers->lock, LW_SHARED);
+		if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
+			*looking = true;
+		if (OidIsValid(db->oid) && db->state == IDEM_DB_WAITING)
+			wait = Min(wait,
+					   Max(db->holder != 0 ? 1000 : 10,
+						   TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
+														   db->not_before)));
+		if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
+			wait = Min(wait, 1000);
+		LWLockRelease(idem_workers->lock);
+	}
+	return wait;
+}
+
+/* Take one more database to look at; false if there is no slot for it. */
+static bool
+look_at(Oid oid)
+{
+	bool		ok;
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	ok = idem_database_add(oid) != NULL;
+	LWLockRelease(idem_workers->lock);
+	if (!ok)
+		ereport(WARNING,
+				(errcode(ERRCODE_CONFIGURATION_LIMIT_EXCEEDED),
+				 errmsg("idem has no worker slot left for database %u", oid),
+				 errhint("Increase idem.max_databases.")));
+	return ok;
+}
+
+/* Entry point of the launcher. */
+void
+idem_launcher_main(Datum arg pg_attribute_unused())
+{
+	List	   *unseen;
+
+	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+	pqsignal(SIGTERM, die);
+	BackgroundWorkerUnblockSignals();
+	BackgroundWorkerInitializeConnection(NULL, NULL, 0);
+
+	before_shmem_exit(on_launcher_exit, (Datum) 0);
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	idem_workers->launcher = MyProcPid;
+	LWLockRelease(idem_workers->lock);
+
+	MemoryContextSwitchTo(TopMemoryContext);
+	handles = palloc0(idem_workers->ndatabases * sizeof(BackgroundWorkerHandle *));
+	unseen = list_databases();
+
+	for (;;)
+	{
+		bool		looking;
+		long		wait;
+
+		CHECK_FOR_INTERRUPTS();
+		if (ConfigReloadPending)
+		{
+			ConfigReloadPending = false;
+			ProcessConfigFile(PGC_SIGHUP);
+		}
+
+		wait = manage_slots(&looking);
+		if (unseen != NIL && !looking)
+		{
+			look_at(linitial_oid(unseen));
+			unseen = list_delete_first(unseen);
+			continue;
+		}
+
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+						 wait, PG_WAIT_EXTENSION);
+		ResetLatch(MyLatch);
+	}
+}
+
+/* What the status view says of the worker of this database. */
+static void
+describe_worker(IdemDatabase *db, const char **state, const char **reason)
+{
+	*reason = NULL;
+	if (idem_workers == NULL)
+	{
+		*state = "not loaded";
+		*reason = "idem is not in shared_preload_libraries; add it there and restart the server";
+	}
+	else if (RecoveryInProgress())
+	{
+		*state = "standby";
+		*reason = "workers start when the server is promoted";
+	}
+	else if (idem_workers->launcher == 0)
+	{
+		*state = "stopped";
+		*reason = "the launcher is not running; it starts again within a second, or see the server log";
+	}
+	else if (db == NULL)
+	{
+		*state = "stopped";
+		*reason = idem_database_find(InvalidOid) == NULL ?
+			"all worker slots are taken; increase idem.max_databases" :
+			"the launcher has not looked at this database yet";
+	}
+	else
+	{
+		*state = db->holder != 0 ? "held" :
+			db->state == IDEM_DB_WAITING ? "waiting" :
+			db->state == IDEM_DB_STARTING ? "starting" :
+			!idem_maintenance ? "off" : "running";
+		if (db->holder != 0)
+			*reason = "a database command keeps workers away";
+		else if (db->reason[0] != '\0')
+			*reason = pstrdup(db->reason);
+		else if (!idem_maintenance)
+			*reason = "idem.maintenance is off";
+	}
+}
+
+static void
+put_figures(ReturnSetInfo *rsinfo, const char *what, IdemDatabase *db,
+			IdemRetentionFigures *figures)
+{
+	Datum		values[9] = {0};
+	bool		nulls[9] = {0};
+	const char *state;
+	const char *reason;
+
+	describe_worker(db, &state, &reason);
+	values[0] = CStringGetTextDatum(what);
+	values[1] = CStringGetTextDatum(state);
+	if (reason != NULL)
+		values[2] = CStringGetTextDatum(reason);
+	nulls[2] = reason == NULL;
+	values[3] = Int32GetDatum(db != NULL ? db->worker : 0);
+	nulls[3] = db == NULL || db->worker == 0;
+
+	memset(&nulls[4], figures == NULL, 5);
+	if (figures != NULL)
+	{
+		values[4] = TimestampTzGetDatum(figures->last_run);
+		nulls[4] = figures->last_run == 0;
+		values[5] = Int64GetDatum(figures->removed_last);
+		nulls[5] = figures->last_run == 0;
+		values[6] = Int64GetDatum(figures->removed_total);
+		values[7] = Int64GetDatum(figures->backlog);
+		nulls[7] = figures->backlog < 0;
+		values[8] = TimestampTzGetDatum(figures->oldest_due);
+		nulls[8] = figures->oldest_due == 0;
+	}
+	tuplestore_putvalues(rsinfo->setResult, rsinfo->setDesc, values, nulls);
+}
+
+/*
+ * worker_status() returns setof (what, state, reason, pid, last_run,
+ *		removed_last, removed_total, backlog, oldest_due)
+ */
+Datum
+idem_worker_status(PG_FUNCTION_ARGS)
+{
+	ReturnSetInfo *rsinfo = (ReturnSetInfo *) fcinfo->resultinfo;
+	IdemDatabase copy;
+	IdemDatabase *db = NULL;
+
+	InitMaterializedSRF(fcinfo, 0);
+	if (!RecoveryInProgress())
+		idem_launcher_nudge();
+	if (idem_workers != NULL)
+	{
+		LWLockAcquire(idem_workers->lock, LW_SHARED);
+		db = idem_database_find(MyDatabaseId);
+		if (db != NULL)
+			copy = *db;
+		LWLockRelease(idem_workers->lock);
+	}
+	if (db != NULL)
+		db = &copy;
+	put_figures(rsinfo, "inbox", db, db != NULL ? &db->inbox : NULL);
+	put_figures(rsinfo, "key", db, db != NULL ? &db->key : NULL);
+	return (Datum) 0;
+}

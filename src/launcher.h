@@ -1,0 +1,15 @@
+/*-------------------------------------------------------------------------
+ *
+ * launcher.h
+ *		The process that keeps the workers of all databases running.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_LAUNCHER_H
+#define IDEM_LAUNCHER_H
+
+extern void idem_launcher_register(void);
+extern void idem_launcher_nudge(void);
+extern PGDLLEXPORT void idem_launcher_main(Datum arg);
+
+#endif							/* IDEM_LAUNCHER_H */

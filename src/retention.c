@@ -1,0 +1,354 @@
+/*-------------------------------------------------------------------------
+ *
+ * retention.c
+ *		Removes what is older than it has to be.
+ *
+ * The maintenance worker of a database: every naptime it removes expired
+ * claims (see sweep.c) and idempotency keys, in batches of a transaction
+ * each, with a pause in between.  Nothing here waits for a session, or makes
+ * one wait: a row that is being removed still says "duplicate".
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/htup_details.h"
+#include "access/table.h"
+#include "access/xact.h"
+#include "catalog/pg_database.h"
+#include "catalog/pg_type.h"
+#include "executor/spi.h"
+#include "miscadmin.h"
+#include "pgstat.h"
+#include "postmaster/bgworker.h"
+#include "postmaster/interrupt.h"
+#include "storage/bufmgr.h"
+#include "storage/ipc.h"
+#include "storage/latch.h"
+#include "storage/lmgr.h"
+#include "storage/lwlock.h"
+#include "tcop/tcopprot.h"
+#include "utils/builtins.h"
+#include "utils/guc.h"
+#include "utils/memutils.h"
+#include "utils/rel.h"
+#include "utils/snapmgr.h"
+#include "utils/syscache.h"
+
+#include "catalog.h"
+#include "guc.h"
+#include "input.h"
+#include "retention.h"
+#include "statement.h"
+#include "sweep.h"
+#include "worker.h"
+
+/* Keys are larger than claims, so there are fewer of them in a batch. */
+#define KEY_BATCH			1000
+#define CLAIMS_PER_BLOCK	157
+
+PG_FUNCTION_INFO_V1(idem_inbox_purge);
+
+/*
+ * inbox_purge(max_rows) returns bigint
+ *		Remove expired claims by hand, in the caller's transaction.
+ */
+Datum
+idem_inbox_purge(PG_FUNCTION_ARGS)
+{
+	IdemKeep	keep;
+	int64		next_due = PG_INT64_MAX;
+
+	idem_require(fcinfo, 0, "max_rows");
+	if (PG_GETARG_INT32(0) < 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("max_rows must be greater than zero")));
+	PreventCommandIfReadOnly("inbox_purge()");
+	PreventCommandDuringRecovery("inbox_purge()");
+
+	idem_keep_load(&keep);
+	PG_RETURN_INT64(idem_sweep_blocks(0, InvalidBlockNumber, &keep,
+									  PG_GETARG_INT32(0), &next_due));
+}
+
+static void
+start_transaction(const char *activity)
+{
+	SetCurrentStatementStartTimestamp();
+	StartTransactionCommand();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	pgstat_report_activity(STATE_RUNNING, activity);
+}
+
+static void
+end_transaction(void)
+{
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+	pgstat_report_stat(true);
+	pgstat_report_activity(STATE_IDLE, NULL);
+}
+
+/* Start a transaction for a batch of work; false if the extension has gone meanwhile. */
+static bool
+start_batch(const char *activity)
+{
+	start_transaction(activity);
+	if (idem_installed())
+		return true;
+	end_transaction();
+	return false;
+}
+
+/* Note what was done, and what is still to do, where the status view sees it. */
+static void
+report(IdemRetentionFigures *figures, int64 removed, bool done, int64 backlog,
+	   TimestampTz oldest_due)
+{
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	figures->removed_last += removed;
+	figures->removed_total += removed;
+	if (done)
+		figures->last_run = GetCurrentTimestamp();
+	figures->backlog = backlog;
+	figures->oldest_due = oldest_due;
+	LWLockRelease(idem_workers->lock);
+}
+
+static void
+report_start(IdemRetentionFigures *figures)
+{
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	figures->removed_last = 0;
+	LWLockRelease(idem_workers->lock);
+}
+
+/*
+ * Between two batches: rest, listen to signals, and say whether to go on.
+ */
+static bool
+rest(IdemDatabase *db, long ms)
+{
+	(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+					 ms, PG_WAIT_EXTENSION);
+	ResetLatch(MyLatch);
+	CHECK_FOR_INTERRUPTS();
+	if (ConfigReloadPending)
+	{
+		ConfigReloadPending = false;
+		ProcessConfigFile(PGC_SIGHUP);
+	}
+	return idem_worker_may_run(db);
+}
+
+/* Read the retentions anew, and measure the table. */
+static void
+prepare_sweep(IdemSweep *sweep)
+{
+	static MemoryContext contexts[2];
+	static int	which = 0;
+	IdemKeep	keep;
+	MemoryContext old;
+	Relation	rel;
+
+	/* The retentions of this run and of the last are needed, no others. */
+	which = 1 - which;
+	if (contexts[which] == NULL)
+		contexts[which] = AllocSetContextCreate(TopMemoryContext, "idem keep",
+												ALLOCSET_DEFAULT_SIZES);
+	MemoryContextReset(contexts[which]);
+
+	start_transaction("reading the retention of consumers");
+	old = MemoryContextSwitchTo(contexts[which]);
+	idem_keep_load(&keep);
+	MemoryContextSwitchTo(old);
+	rel = table_open(idem_rel(IDEM_REL_INBOX_CLAIM), AccessShareLock);
+	if (sweep->keep.by_id != NULL && idem_keep_shorter(&keep, &sweep->keep))
+		idem_sweep_forget(sweep);
+	idem_sweep_measure(sweep, RelationGetNumberOfBlocks(rel));
+	sweep->keep = keep;
+	table_close(rel, AccessShareLock);
+	end_transaction();
+}
+
+/* How much is due, at most, and since when. */
+static void
+report_sweep(IdemDatabase *db, IdemSweep *sweep, int64 removed, bool done)
+{
+	int64		now = idem_sweep_now();
+	int64		backlog = 0;
+	int64		oldest = now;
+	bool		unknown = false;
+
+	for (int i = idem_sweep_next(sweep, 0, now); i >= 0;
+		 i = idem_sweep_next(sweep, i + 1, now))
+	{
+		backlog += (int64) sweep->stretch * CLAIMS_PER_BLOCK;
+		oldest = Min(oldest, sweep->due[i]);
+		unknown |= sweep->due[i] == 0;
+	}
+	report(&db->inbox, removed, done, unknown ? -1 : backlog,
+		   unknown || oldest == now ? 0 : oldest * USECS_PER_SEC);
+}
+
+/* Remove the claims that have expired; false if we are to stop. */
+static bool
+purge_claims(IdemDatabase *db, IdemSweep *sweep)
+{
+	int			i = -1;
+
+	report_start(&db->inbox);
+	prepare_sweep(sweep);
+	for (;;)
+	{
+		int64		next_due;
+		int64		removed;
+
+		i = idem_sweep_next(sweep, i + 1, idem_sweep_now());
+		if (i < 0)
+			break;
+
+		if (!start_batch("removing expired claims"))
+			return false;
+		next_due = idem_sweep_now() + sweep->keep.least;
+		removed = idem_sweep_blocks(i * sweep->stretch, sweep->stretch,
+									&sweep->keep, PG_INT64_MAX, &next_due);
+		end_transaction();
+		sweep->due[i] = next_due;
+
+		report_sweep(db, sweep, removed, false);
+		if (!rest(db, idem_maintenance_delay))
+			return false;
+	}
+	report_sweep(db, sweep, 0, true);
+	return true;
+}
+
+/* Remove the keys that have expired; false if we are to stop. */
+static bool
+purge_keys(IdemDatabase *db)
+{
+	static IdemStatement purge = {
+		.sql = "SELECT idem.key_purge($1)",
+		.nargs = 1,
+		.types = {INT4OID}
+	};
+	int64		removed;
+
+	report_start(&db->key);
+	do
+	{
+		Datum		limit = Int32GetDatum(KEY_BATCH);
+		bool		isnull;
+
+		if (!start_batch("removing expired keys"))
+			return false;
+		SPI_connect();
+		idem_statement_run(&purge, &limit, NULL);
+		removed = DatumGetInt64(SPI_getbinval(SPI_tuptable->vals[0],
+											  SPI_tuptable->tupdesc, 1, &isnull));
+		SPI_finish();
+		end_transaction();
+
+		report(&db->key, removed, removed < KEY_BATCH, -1, 0);
+		if (!rest(db, idem_maintenance_delay))
+			return false;
+	} while (removed >= KEY_BATCH);
+	return true;
+}
+
+/* Is this still a database that has the extension and may have a worker? */
+static bool
+database_has_extension(void)
+{
+	HeapTuple	tup;
+	bool		result;
+
+	start_transaction("looking for the extension");
+	result = idem_installed();
+	tup = SearchSysCache1(DATABASEOID, ObjectIdGetDatum(MyDatabaseId));
+	if (HeapTupleIsValid(tup))
+	{
+		result &= !((Form_pg_database) GETSTRUCT(tup))->datistemplate;
+		ReleaseSysCache(tup);
+	}
+	end_transaction();
+	return result;
+}
+
+/* One run over everything; false if we are to stop. */
+static bool
+run(IdemDatabase *db, IdemSweep *sweep)
+{
+	bool		go_on = true;
+
+	if (!database_has_extension())
+	{
+		LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+		db->wanted = false;
+		LWLockRelease(idem_workers->lock);
+		return false;
+	}
+
+	if (idem_maintenance)
+		go_on = purge_claims(db, sweep) && purge_keys(db);
+	if (go_on)
+		idem_worker_succeeded(db);
+	return go_on;
+}
+
+/* Tell the status view of an error, then die of it: the launcher starts anew. */
+static bool
+run_and_tell(IdemDatabase *db, IdemSweep *sweep)
+{
+	MemoryContext context = CurrentMemoryContext;
+	volatile bool go_on = false;
+
+	PG_TRY();
+	{
+		go_on = run(db, sweep);
+	}
+	PG_CATCH();
+	{
+		ErrorData  *error;
+
+		MemoryContextSwitchTo(context);
+		error = CopyErrorData();
+		idem_worker_failed(db, psprintf("%s: %s",
+										unpack_sql_state(error->sqlerrcode),
+										error->message));
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
+	return go_on;
+}
+
+/* Entry point of the maintenance worker. */
+void
+idem_maintenance_main(Datum arg)
+{
+	IdemSweep	sweep = {0};
+	IdemDatabase *db;
+
+	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+	pqsignal(SIGTERM, die);
+	BackgroundWorkerUnblockSignals();
+
+	db = idem_worker_attach(DatumGetObjectId(arg));
+	if (db == NULL)
+		proc_exit(0);
+	BackgroundWorkerInitializeConnectionByOid(DatumGetObjectId(arg), InvalidOid, 0);
+	SetConfigOption("search_path", "pg_catalog, pg_temp", PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("default_transaction_isolation", "read committed",
+					PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("default_transaction_read_only", "off",
+					PGC_SUSET, PGC_S_OVERRIDE);
+
+	while (run_and_tell(db, &sweep))
+	{
+		if (!rest(db, idem_maintenance_naptime * 1000L))
+			break;
+	}
+	proc_exit(0);
+}

@@ -1,0 +1,58 @@
+
+--
+-- Rights.  Nothing is for everybody; roles_create() makes the usual roles.
+--
+REVOKE ALL ON ALL TABLES IN SCHEMA idem FROM PUBLIC;
+REVOKE ALL ON ALL SEQUENCES IN SCHEMA idem FROM PUBLIC;
+
+CREATE FUNCTION idem.roles_create() RETURNS void
+	LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
+	SET search_path = pg_catalog, pg_temp
+	AS $$
+	DECLARE
+		role text;
+	BEGIN
+		FOREACH role IN ARRAY ARRAY['idem_producer', 'idem_consumer', 'idem_operator'] LOOP
+			IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = role) THEN
+				EXECUTE format('CREATE ROLE %I NOLOGIN', role);
+			END IF;
+		END LOOP;
+
+		GRANT USAGE ON SCHEMA idem TO idem_producer, idem_consumer, idem_operator;
+		GRANT EXECUTE ON FUNCTION
+			idem.inbox_try_claim(text, text),
+			idem.inbox_try_claim(text, uuid),
+			idem.inbox_claim(text, text, boolean, timestamptz),
+			idem.inbox_claim_batch(text, text[]),
+			idem.version_advance(text, text, bigint, text)
+			TO idem_consumer, idem_operator;
+		GRANT EXECUTE ON FUNCTION
+			idem.key_begin(text, text, bytea, interval, boolean, interval),
+			idem.key_complete(text, text, integer, jsonb, text, uuid),
+			idem.key_release(text, text, uuid),
+			idem.fingerprint(jsonb)
+			TO idem_producer, idem_consumer, idem_operator;
+		GRANT EXECUTE ON FUNCTION
+			idem.consumer_create(text, interval),
+			idem.consumer_alter(text, interval),
+			idem.consumer_drop(text),
+			idem.inbox_key(text, text),
+			idem.inbox_lookup(text, text),
+			idem.version_reset(text, text),
+			idem.stat_reset(),
+			idem.inbox_purge(integer),
+			idem.key_purge(integer)
+			TO idem_operator;
+		GRANT SELECT ON
+			idem.consumer, idem.inbox_consumer, idem.inbox_claim, idem.inbox,
+			idem.key, idem.version, idem.stat_consumer, idem.stat_key,
+			idem.retention_status, idem.stuck
+			TO idem_operator;
+		GRANT EXECUTE ON FUNCTION idem.stat_rows(integer), idem.worker_status()
+			TO idem_operator;
+	END
+	$$;
+COMMENT ON FUNCTION idem.roles_create() IS
+	'create the roles idem_producer, idem_consumer and idem_operator, and grant them their rights in this database';
+
+REVOKE ALL ON ALL FUNCTIONS IN SCHEMA idem FROM PUBLIC;

@@ -1,0 +1,48 @@
+/*-------------------------------------------------------------------------
+ *
+ * stat.h
+ *		Counters in shared memory.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_STAT_H
+#define IDEM_STAT_H
+
+typedef enum IdemStatKind
+{
+	IDEM_STAT_CONSUMER,
+	IDEM_STAT_SCOPE
+} IdemStatKind;
+
+/* What is counted; the meaning of a column depends on the kind. */
+typedef enum IdemStatColumn
+{
+	IDEM_STAT_CLAIMS = 0,
+	IDEM_STAT_DUPLICATES,
+	IDEM_STAT_WAITS,
+	IDEM_STAT_IN_FLIGHT,
+	IDEM_STAT_EXPIRED,
+
+	IDEM_STAT_STARTED = 0,
+	IDEM_STAT_REPLAYED,
+	IDEM_STAT_CONFLICTS,
+	IDEM_STAT_KEY_IN_FLIGHT,
+	IDEM_STAT_TAKEN_OVER,
+
+	IDEM_STAT_COLUMNS
+} IdemStatColumn;
+
+/* A place to count, remembered by who counts; zero it to begin with. */
+typedef struct IdemStat
+{
+	struct IdemStatEntry *entry;
+	uint32		generation;
+} IdemStat;
+
+extern void idem_stat_request(void);
+extern void idem_stat_startup(void);
+extern void idem_stat_forget(Oid database);
+extern void idem_stat_count(IdemStat *stat, IdemStatKind kind, const char *name,
+							IdemStatColumn column, uint64 n);
+
+#endif							/* IDEM_STAT_H */

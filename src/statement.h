@@ -1,0 +1,26 @@
+/*-------------------------------------------------------------------------
+ *
+ * statement.h
+ *		Constant SQL statements, planned once per session.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_STATEMENT_H
+#define IDEM_STATEMENT_H
+
+#include "executor/spi.h"
+
+#define IDEM_STATEMENT_MAX_ARGS 8
+
+typedef struct IdemStatement
+{
+	const char *sql;
+	int			nargs;
+	Oid			types[IDEM_STATEMENT_MAX_ARGS];
+	SPIPlanPtr	plan;			/* filled in at first use */
+} IdemStatement;
+
+extern uint64 idem_statement_run(IdemStatement *st, Datum *values,
+								 const char *nulls);
+
+#endif							/* IDEM_STATEMENT_H */

@@ -1,0 +1,296 @@
+/*-------------------------------------------------------------------------
+ *
+ * unique.c
+ *		Insert a row unless its key is taken.
+ *
+ * What INSERT ... ON CONFLICT DO NOTHING does, straight on the table and its
+ * unique index, with three additions: the caller may choose not to wait for a
+ * transaction that holds the key, gets the row that is in the way, and is
+ * told that a row exists only when the commit behind it is on disk.
+ *
+ * Under READ COMMITTED the answer is about now.  Under REPEATABLE READ and
+ * SERIALIZABLE a row that was committed after our snapshot is a serialization
+ * failure, as it is for ON CONFLICT DO NOTHING.
+ *
+ * The first columns of the table must be those of the index, in order.  The
+ * table's triggers, if somebody adds any, do not fire.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/heapam.h"
+#include "access/table.h"
+#include "access/tableam.h"
+#include "access/xact.h"
+#include "catalog/index.h"
+#include "executor/executor.h"
+#include "miscadmin.h"
+#include "storage/lmgr.h"
+#include "utils/rel.h"
+
+#include "compat.h"
+#include "durable.h"
+#include "unique.h"
+
+/*
+ * idem_unique_open
+ *		Open a table for idem_unique_insert().
+ *
+ * wait: wait for a transaction that has inserted the same key.
+ * wait_updater: also for one that is changing or removing the row.
+ */
+void
+idem_unique_open(IdemUnique *u, Oid heap, Oid index, bool wait, bool wait_updater)
+{
+	List	   *indexes;
+
+	memset(u, 0, sizeof(IdemUnique));
+	u->wait = wait;
+	u->wait_updater = wait_updater;
+	u->heap = table_open(heap, RowExclusiveLock);
+	u->index = index_open(index, RowExclusiveLock);
+	InitDirtySnapshot(u->dirty);
+
+	/* An index that a DBA added must be kept up as well. */
+	indexes = RelationGetIndexList(u->heap);
+	if (list_length(indexes) > 1)
+		u->others = list_delete_oid(indexes, index);
+}
+
+/*
+ * idem_unique_release
+ *		Let go of what a probe holds.
+ *
+ * Buffers must not stay pinned while we wait for anybody.
+ */
+void
+idem_unique_release(IdemUnique *u)
+{
+	if (u->existing != NULL)
+		ExecClearTuple(u->existing);
+	if (u->scan != NULL)
+		index_endscan(u->scan);
+	u->scan = NULL;
+}
+
+/* Find the next row version under the key that is not certainly dead. */
+static bool
+next_row(IdemUnique *u)
+{
+	for (;;)
+	{
+		if (!u->scan->xs_heap_continue &&
+			index_getnext_tid(u->scan, ForwardScanDirection) == NULL)
+			return false;
+		if (u->existing == NULL)
+			u->existing = table_slot_create(u->heap, NULL);
+		if (index_fetch_heap(u->scan, u->existing))
+			return true;
+	}
+}
+
+/* The header of the row in the way. */
+static HeapTupleHeader
+existing_header(IdemUnique *u)
+{
+	bool		should_free;
+
+	/* A buffer slot hands out its own tuple, so there is nothing to free. */
+	return ExecFetchSlotHeapTuple(u->existing, false, &should_free)->t_data;
+}
+
+/*
+ * A row that we may not see, because it was committed after our snapshot,
+ * must not decide anything.
+ */
+static void
+check_serializable(IdemUnique *u, HeapTupleHeader row)
+{
+	if (!IsolationUsesXactSnapshot() ||
+		TransactionIdIsCurrentTransactionId(HeapTupleHeaderGetXmin(row)) ||
+		table_tuple_satisfies_snapshot(u->heap, u->existing, GetActiveSnapshot()))
+		return;
+
+	ereport(ERROR,
+			(errcode(ERRCODE_T_R_SERIALIZATION_FAILURE),
+			 errmsg("could not serialize access due to concurrent update")));
+}
+
+/*
+ * idem_unique_probe
+ *		Look whether a key is taken.
+ *
+ * Costs no transaction id.  May wait, as was chosen at opening.
+ */
+IdemUniqueResult
+idem_unique_probe(IdemUnique *u, ScanKey keys, int nkeys)
+{
+	for (;;)
+	{
+		TransactionId holder;
+		ItemPointerData tid;
+		HeapTupleHeader row;
+
+		if (u->scan == NULL)
+			u->scan = idem_index_beginscan(u->heap, u->index, &u->dirty, nkeys);
+		index_rescan(u->scan, keys, nkeys, NULL, 0);
+
+		if (!next_row(u))
+			return IDEM_FREE;
+
+		holder = u->dirty.xmin;
+		if (!TransactionIdIsValid(holder) && u->wait_updater)
+			holder = u->dirty.xmax;
+
+		if (!TransactionIdIsValid(holder))
+		{
+			row = existing_header(u);
+			check_serializable(u, row);
+			idem_ensure_durable(row);
+			return IDEM_EXISTS;
+		}
+
+		/* A speculative insertion is a matter of microseconds. */
+		if (u->dirty.speculativeToken != 0)
+		{
+			uint32		token = u->dirty.speculativeToken;
+
+			idem_unique_release(u);
+			SpeculativeInsertionWait(holder, token);
+			continue;
+		}
+
+		if (!u->wait)
+			return IDEM_IN_FLIGHT;
+
+		tid = u->existing->tts_tid;
+		idem_unique_release(u);
+		u->waits++;
+		XactLockTableWait(holder, u->heap, &tid, XLTW_InsertIndex);
+	}
+}
+
+/*
+ * idem_unique_await_updater
+ *		Wait for a transaction that is changing or removing the existing row.
+ *
+ * False if there is none; otherwise the caller probes again.
+ */
+bool
+idem_unique_await_updater(IdemUnique *u)
+{
+	TransactionId updater = u->dirty.xmax;
+	ItemPointerData tid = u->existing->tts_tid;
+
+	if (!TransactionIdIsValid(updater))
+		return false;
+
+	idem_unique_release(u);
+	u->waits++;
+	XactLockTableWait(updater, u->heap, &tid, XLTW_Update);
+	return true;
+}
+
+/* Keep up the indexes that are not ours. */
+static void
+insert_others(IdemUnique *u, HeapTuple tup)
+{
+	TupleTableSlot *slot = MakeSingleTupleTableSlot(RelationGetDescr(u->heap),
+													&TTSOpsHeapTuple);
+	ListCell   *lc;
+
+	if (u->estate == NULL)
+		u->estate = CreateExecutorState();
+	ExecStoreHeapTuple(tup, slot, false);
+	slot->tts_tid = tup->t_self;
+	slot->tts_tableOid = RelationGetRelid(u->heap);
+	GetPerTupleExprContext(u->estate)->ecxt_scantuple = slot;
+
+	foreach(lc, u->others)
+	{
+		Relation	index = index_open(lfirst_oid(lc), RowExclusiveLock);
+		IndexInfo  *info = BuildIndexInfo(index);
+		Datum		values[INDEX_MAX_KEYS];
+		bool		isnull[INDEX_MAX_KEYS];
+
+		if (info->ii_ReadyForInserts &&
+			ExecQual(ExecPrepareQual(info->ii_Predicate, u->estate),
+					 GetPerTupleExprContext(u->estate)))
+		{
+			FormIndexDatum(info, slot, u->estate, values, isnull);
+			index_insert(index, values, isnull, &tup->t_self, u->heap,
+						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
+						 false, info);
+		}
+		index_close(index, NoLock);
+	}
+
+	ResetPerTupleExprContext(u->estate);
+	ExecDropSingleTupleTableSlot(slot);
+}
+
+/*
+ * idem_unique_insert
+ *		Insert a row under a key that a probe has just found free.
+ *
+ * If somebody else takes the key meanwhile, it is probed again.
+ */
+IdemUniqueResult
+idem_unique_insert(IdemUnique *u, ScanKey keys, int nkeys,
+				   Datum *values, bool *isnull)
+{
+	TransactionId xid = GetCurrentTransactionId();
+	IdemUniqueResult result;
+
+	if (u->info == NULL)
+		u->info = BuildIndexInfo(u->index);
+
+	do
+	{
+		HeapTuple	tup = heap_form_tuple(RelationGetDescr(u->heap),
+										  values, isnull);
+		bool		unique;
+
+		/*
+		 * A speculative row can be taken back, and others wait for that
+		 * decision only, not for our transaction, so that two of us cannot
+		 * deadlock here.
+		 */
+		tup->t_tableOid = RelationGetRelid(u->heap);
+		HeapTupleHeaderSetSpeculativeToken(tup->t_data,
+										   SpeculativeInsertionLockAcquire(xid));
+		heap_insert(u->heap, tup, GetCurrentCommandId(true),
+					HEAP_INSERT_SPECULATIVE, NULL);
+		unique = index_insert(u->index, values, isnull, &tup->t_self, u->heap,
+							  UNIQUE_CHECK_PARTIAL, false, u->info);
+		if (unique)
+			heap_finish_speculative(u->heap, &tup->t_self);
+		else
+			heap_abort_speculative(u->heap, &tup->t_self);
+		SpeculativeInsertionLockRelease(xid);
+
+		if (unique && u->others != NIL)
+			insert_others(u, tup);
+		heap_freetuple(tup);
+		result = unique ? IDEM_INSERTED : idem_unique_probe(u, keys, nkeys);
+	} while (result == IDEM_FREE);
+
+	return result;
+}
+
+/*
+ * idem_unique_close
+ *		Close the table; its locks stay until the transaction ends.
+ */
+void
+idem_unique_close(IdemUnique *u)
+{
+	idem_unique_release(u);
+	if (u->existing != NULL)
+		ExecDropSingleTupleTableSlot(u->existing);
+	if (u->estate != NULL)
+		FreeExecutorState(u->estate);
+	index_close(u->index, NoLock);
+	table_close(u->heap, NoLock);
+}
