@@ -53,10 +53,10 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
-REGRESS = smoke
+REGRESS = inbox_claim inbox_alone input consumer key version
 ISOLATION = smoke
-PGTAP = surface
-TAP = 001_smoke
+PGTAP = surface roles
+TAP = 001_smoke 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

@@ -93,6 +93,7 @@ static void
 build_row(FunctionCallInfo fcinfo, KeyRequest *req)
 {
 	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz expires_at;
 	Interval   *ttl = idem_seconds_interval(idem_key_ttl);
 
 	memset(req->isnull, true, sizeof(req->isnull));
@@ -115,16 +116,20 @@ build_row(FunctionCallInfo fcinfo, KeyRequest *req)
 	}
 	SET(Anum_key_completed, BoolGetDatum(false));
 	SET(Anum_key_started_at, TimestampTzGetDatum(now));
-	SET(Anum_key_expires_at, TimestampTzGetDatum(idem_time_plus(now, ttl)));
 	SET(Anum_key_ttl, IntervalPGetDatum(ttl));
+	expires_at = idem_time_plus(now, ttl);
 	if (!PG_ARGISNULL(5))
 	{
 		Interval   *lease = PG_GETARG_INTERVAL_P(5);
+		TimestampTz until;
 
 		idem_check_span(lease, "lease");
-		SET(Anum_key_lease_until, TimestampTzGetDatum(idem_time_plus(now, lease)));
+		until = idem_time_plus(now, lease);
+		expires_at = Max(expires_at, until);
+		SET(Anum_key_lease_until, TimestampTzGetDatum(until));
 		SET(Anum_key_token, DirectFunctionCall1(gen_random_uuid, (Datum) 0));
 	}
+	SET(Anum_key_expires_at, TimestampTzGetDatum(expires_at));
 #undef SET
 }
 

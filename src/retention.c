@@ -48,6 +48,19 @@
 #define CLAIMS_PER_BLOCK	157
 
 PG_FUNCTION_INFO_V1(idem_inbox_purge);
+PG_FUNCTION_INFO_V1(idem_key_purge);
+
+/* How many rows a purge by hand may remove at most. */
+static int32
+max_rows_arg(FunctionCallInfo fcinfo)
+{
+	idem_require(fcinfo, 0, "max_rows");
+	if (PG_GETARG_INT32(0) < 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("max_rows must be greater than zero")));
+	return PG_GETARG_INT32(0);
+}
 
 /*
  * inbox_purge(max_rows) returns bigint
@@ -56,20 +69,46 @@ PG_FUNCTION_INFO_V1(idem_inbox_purge);
 Datum
 idem_inbox_purge(PG_FUNCTION_ARGS)
 {
+	int32		max_rows = max_rows_arg(fcinfo);
 	IdemKeep	keep;
 	int64		next_due = PG_INT64_MAX;
 
-	idem_require(fcinfo, 0, "max_rows");
-	if (PG_GETARG_INT32(0) < 1)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("max_rows must be greater than zero")));
 	PreventCommandIfReadOnly("inbox_purge()");
 	PreventCommandDuringRecovery("inbox_purge()");
 
 	idem_keep_load(&keep);
-	PG_RETURN_INT64(idem_sweep_blocks(0, InvalidBlockNumber, &keep,
-									  PG_GETARG_INT32(0), &next_due));
+	PG_RETURN_INT64(idem_sweep_blocks(0, InvalidBlockNumber, &keep, max_rows,
+									  &next_due));
+}
+
+/* Remove some expired keys; a row that somebody has locked is left to them. */
+static int64
+remove_keys(int32 max_rows)
+{
+	static IdemStatement del = {
+		.sql = "DELETE FROM idem.key WHERE ctid = ANY (ARRAY("
+		"SELECT ctid FROM idem.key WHERE expires_at < clock_timestamp()"
+		" ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))",
+		.nargs = 1,
+		.types = {INT4OID}
+	};
+	Datum		limit = Int32GetDatum(max_rows);
+	int64		removed;
+
+	SPI_connect();
+	removed = idem_statement_run(&del, &limit, NULL);
+	SPI_finish();
+	return removed;
+}
+
+/*
+ * key_purge(max_rows) returns bigint
+ *		Remove expired keys by hand, in the caller's transaction.
+ */
+Datum
+idem_key_purge(PG_FUNCTION_ARGS)
+{
+	PG_RETURN_INT64(remove_keys(max_rows_arg(fcinfo)));
 }
 
 static void
@@ -229,26 +268,14 @@ purge_claims(IdemDatabase *db, IdemSweep *sweep)
 static bool
 purge_keys(IdemDatabase *db)
 {
-	static IdemStatement purge = {
-		.sql = "SELECT idem.key_purge($1)",
-		.nargs = 1,
-		.types = {INT4OID}
-	};
 	int64		removed;
 
 	report_start(&db->key);
 	do
 	{
-		Datum		limit = Int32GetDatum(KEY_BATCH);
-		bool		isnull;
-
 		if (!start_batch("removing expired keys"))
 			return false;
-		SPI_connect();
-		idem_statement_run(&purge, &limit, NULL);
-		removed = DatumGetInt64(SPI_getbinval(SPI_tuptable->vals[0],
-											  SPI_tuptable->tupdesc, 1, &isnull));
-		SPI_finish();
+		removed = remove_keys(KEY_BATCH);
 		end_transaction();
 
 		report(&db->key, removed, removed < KEY_BATCH, -1, 0);

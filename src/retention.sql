@@ -9,16 +9,8 @@ COMMENT ON FUNCTION idem.inbox_purge(integer) IS
 	'remove expired claims by hand; returns how many';
 
 CREATE FUNCTION idem.key_purge(max_rows integer DEFAULT 10000) RETURNS bigint
-	LANGUAGE sql VOLATILE PARALLEL UNSAFE SECURITY DEFINER
-	SET search_path = pg_catalog, pg_temp
-	AS $$
-		WITH gone AS (
-			DELETE FROM idem.key WHERE ctid = ANY (ARRAY(
-				SELECT ctid FROM idem.key WHERE expires_at < clock_timestamp()
-				ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))
-			RETURNING 1)
-		SELECT count(*) FROM gone
-	$$;
+	AS 'MODULE_PATHNAME', 'idem_key_purge' LANGUAGE C
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
 COMMENT ON FUNCTION idem.key_purge(integer) IS
 	'remove expired idempotency keys by hand; returns how many';
 

@@ -250,6 +250,7 @@ idem_unique_insert(IdemUnique *u, ScanKey keys, int nkeys,
 	{
 		HeapTuple	tup = heap_form_tuple(RelationGetDescr(u->heap),
 										  values, isnull);
+		uint32		token = SpeculativeInsertionLockAcquire(xid);
 		bool		unique;
 
 		/*
@@ -258,8 +259,7 @@ idem_unique_insert(IdemUnique *u, ScanKey keys, int nkeys,
 		 * deadlock here.
 		 */
 		tup->t_tableOid = RelationGetRelid(u->heap);
-		HeapTupleHeaderSetSpeculativeToken(tup->t_data,
-										   SpeculativeInsertionLockAcquire(xid));
+		HeapTupleHeaderSetSpeculativeToken(tup->t_data, token);
 		heap_insert(u->heap, tup, GetCurrentCommandId(true),
 					HEAP_INSERT_SPECULATIVE, NULL);
 		unique = index_insert(u->index, values, isnull, &tup->t_self, u->heap,

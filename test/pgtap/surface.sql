@@ -1,0 +1,73 @@
+-- What the extension puts into a database: no more, and with which properties.
+BEGIN;
+SELECT plan(14);
+
+SELECT set_eq($$
+	SELECT p.proname::text FROM pg_proc p WHERE p.pronamespace = 'idem'::regnamespace
+$$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create', 'consumer_drop',
+	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
+	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
+	'key_release', 'roles_create', 'stat_reset', 'stat_rows', 'version_advance',
+	'version_reset', 'worker_status'],
+	'the functions are these');
+SELECT set_eq($$
+	SELECT relname::text FROM pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'v', 'S')
+$$, ARRAY['consumer', 'inbox_consumer', 'inbox_consumer_id_seq', 'inbox_claim', 'inbox', 'key',
+	'version', 'stat_consumer', 'stat_key', 'retention_status', 'stuck'],
+	'the tables and views are these');
+
+SELECT is_empty($$
+	SELECT pg_describe_object(classid, objid, 0) FROM pg_depend
+	WHERE refclassid = 'pg_extension'::regclass AND deptype = 'e'
+	  AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'idem')
+	  AND classid IN ('pg_proc'::regclass, 'pg_type'::regclass)
+	  AND NOT EXISTS (SELECT FROM pg_type t JOIN pg_class c ON c.oid = t.typrelid WHERE t.oid = objid)
+	  AND NOT EXISTS (SELECT FROM pg_type t WHERE t.oid = objid AND t.typelem <> 0)
+	  AND obj_description(objid, classid::regclass::name) IS NULL
+$$, 'every function and type has a comment');
+SELECT is_empty($$
+	SELECT relname FROM pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'v')
+	AND obj_description(oid, 'pg_class') IS NULL
+$$, 'every table and view has a comment');
+
+SELECT is_empty($$
+	SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idem'::regnamespace
+	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset)' AND proname <> 'consumer_changed'
+	AND (provolatile <> 'v' OR proparallel <> 'u')
+$$, 'whatever changes something is volatile and parallel unsafe');
+SELECT is_empty($$
+	SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idem'::regnamespace
+	AND prosecdef AND NOT coalesce('search_path=pg_catalog, pg_temp' = ANY (proconfig), false)
+$$, 'a security definer has a pinned search_path');
+SELECT is_empty($$
+	SELECT oid::regprocedure FROM pg_proc p WHERE pronamespace = 'idem'::regnamespace
+	AND (proacl IS NULL OR EXISTS (SELECT FROM aclexplode(proacl) WHERE grantee = 0))
+$$, 'no function is for everybody');
+SELECT is_empty($$
+	SELECT relname FROM pg_class WHERE relnamespace = 'idem'::regnamespace
+	AND relacl IS NOT NULL AND EXISTS (SELECT FROM aclexplode(relacl) WHERE grantee = 0)
+$$, 'no table is for everybody');
+SELECT is_empty($$
+	SELECT oid::regclass FROM pg_class WHERE relnamespace = 'idem'::regnamespace
+	AND relkind = 'r' AND relpersistence <> 'p'
+$$, 'no table is unlogged');
+SELECT set_eq($$
+	SELECT unnest(extconfig)::regclass::text FROM pg_extension WHERE extname = 'idem'
+$$, $$
+	SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'S')
+$$, 'pg_dump takes the rows of every table');
+SELECT is((SELECT extrelocatable FROM pg_extension WHERE extname = 'idem'), false, 'not relocatable');
+SELECT is((SELECT trusted FROM pg_available_extension_versions WHERE name = 'idem' AND version = '0.1.0'), false, 'not trusted');
+SELECT is_empty($$
+	SELECT a.attrelid::regclass, a.attname FROM pg_index i
+	JOIN pg_attribute a ON a.attrelid = i.indexrelid JOIN pg_class c ON c.oid = i.indexrelid
+	WHERE c.relnamespace = 'idem'::regnamespace AND a.atttypid = 'text'::regtype
+	AND a.attcollation <> (SELECT oid FROM pg_collation WHERE collname = 'C')
+$$, 'no index depends on the collations of the operating system');
+SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' $$,
+	ARRAY['idem.claim_outside_transaction', 'idem.inbox_retention', 'idem.key_ttl',
+	'idem.maintenance', 'idem.maintenance_naptime', 'idem.maintenance_delay',
+	'idem.max_databases', 'idem.stat_entries'], 'the settings are these');
+
+SELECT * FROM finish();
+ROLLBACK;
