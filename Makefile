@@ -54,9 +54,11 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
 REGRESS = inbox_claim inbox_alone input consumer key version
-ISOLATION = smoke
+ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
+	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
+	key_race key_lease version_race version_next version_reset
 PGTAP = surface roles
-TAP = 001_smoke 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 090_readme
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
