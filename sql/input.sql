@@ -34,7 +34,7 @@ SELECT * FROM attempt($$ SELECT idem.version_advance('c', 'e', NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.version_advance('c', 'e', 1, NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.version_reset(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.consumer_create(NULL) $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_alter(NULL) $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_alter(NULL, '1 day') $$);
 SELECT * FROM attempt($$ SELECT idem.consumer_drop(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.inbox_purge(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.key_purge(NULL) $$);

@@ -25,7 +25,9 @@
 
 #if PG_VERSION_NUM >= 170000
 #define idem_oldest_clog_xid() (TransamVariables->oldestClogXid)
+#define idem_index_insert_cleanup(index, info) index_insert_cleanup(index, info)
 #else
+#define idem_index_insert_cleanup(index, info) ((void) 0)
 #define idem_oldest_clog_xid() (ShmemVariableCache->oldestClogXid)
 #endif
 

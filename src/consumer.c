@@ -171,15 +171,14 @@ idem_consumer(const text *name)
 }
 
 /*
- * Find a row of one of our small tables by its name column, as it stands now,
- * and hand its columns to the caller.
+ * Find a row of one of our small tables by its name column, and hand its
+ * columns to the caller.
  */
 static bool
 fetch_by_name(IdemRel rel, IdemRel index, AttrNumber attno, const char *name,
-			  Datum *values, bool *isnull)
+			  Snapshot snapshot, Datum *values, bool *isnull)
 {
 	Relation	heap = table_open(idem_rel(rel), AccessShareLock);
-	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
 	ScanKeyData key;
 	SysScanDesc scan;
 	HeapTuple	tup;
@@ -192,7 +191,6 @@ fetch_by_name(IdemRel rel, IdemRel index, AttrNumber attno, const char *name,
 		heap_deform_tuple(heap_copytuple(tup), RelationGetDescr(heap),
 						  values, isnull);
 	systable_endscan(scan);
-	UnregisterSnapshot(snapshot);
 	table_close(heap, NoLock);
 	return HeapTupleIsValid(tup);
 }
@@ -214,8 +212,14 @@ idem_consumer_id(IdemConsumer *consumer)
 	if (consumer->id != 0)
 		return consumer->id;
 
+	/*
+	 * These rows never change, so whatever is committed will do; and reading
+	 * them must not count as a dependency under SERIALIZABLE, or the first
+	 * claims of two new consumers would fail each other.
+	 */
 	if (fetch_by_name(IDEM_REL_INBOX_CONSUMER, IDEM_REL_INBOX_CONSUMER_NAME,
-					  Anum_inbox_consumer_name, consumer->name, values, isnull))
+					  Anum_inbox_consumer_name, consumer->name, SnapshotSelf,
+					  values, isnull))
 	{
 		id = DatumGetInt32(values[Anum_inbox_consumer_id - 1]);
 
@@ -256,11 +260,12 @@ idem_consumer_horizon(IdemConsumer *consumer)
 	{
 		Datum		values[4];
 		bool		isnull[4];
+		Snapshot	now = RegisterSnapshot(GetLatestSnapshot());
 
 		consumer->has_retention = false;
 		consumer->floor = DT_NOBEGIN;
 		if (fetch_by_name(IDEM_REL_CONSUMER, IDEM_REL_CONSUMER_PKEY,
-						  Anum_consumer_name, consumer->name, values, isnull))
+						  Anum_consumer_name, consumer->name, now, values, isnull))
 		{
 			consumer->has_retention = !isnull[Anum_consumer_retention - 1];
 			if (consumer->has_retention)
@@ -269,6 +274,7 @@ idem_consumer_horizon(IdemConsumer *consumer)
 			if (!isnull[Anum_consumer_floor - 1])
 				consumer->floor = DatumGetTimestampTz(values[Anum_consumer_floor - 1]);
 		}
+		UnregisterSnapshot(now);
 		consumer->loaded = true;
 	}
 

@@ -43,7 +43,7 @@ CREATE FUNCTION idem.consumer_create(name text, retention interval DEFAULT NULL)
 COMMENT ON FUNCTION idem.consumer_create(text, interval) IS
 	'declare a consumer, to give it a retention of its own';
 
-CREATE FUNCTION idem.consumer_alter(name text, retention interval DEFAULT NULL)
+CREATE FUNCTION idem.consumer_alter(name text, retention interval)
 	RETURNS void
 	AS 'MODULE_PATHNAME', 'idem_consumer_alter' LANGUAGE C
 	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;

@@ -4,10 +4,10 @@
  *		Keeps workers out of the way of commands on databases and extensions.
  *
  * A worker is a session.  CREATE DATABASE ... TEMPLATE, DROP DATABASE, RENAME
- * and SET TABLESPACE refuse to run while there is one, so for their duration
- * the worker of that database is sent away and none is started; afterwards,
- * whatever came of the command, it is wanted again.  CREATE EXTENSION and
- * DROP EXTENSION start and end the worker when they commit.
+ * and SET TABLESPACE refuse to run while there is one, so the worker of that
+ * database is sent away and none is started until the transaction has ended;
+ * then, whatever came of the command, it is wanted again.  CREATE EXTENSION
+ * and DROP EXTENSION start and end the worker when they commit.
  *
  *-------------------------------------------------------------------------
  */
@@ -28,9 +28,11 @@
 #include "storage/lwlock.h"
 #include "tcop/utility.h"
 #include "utils/acl.h"
+#include "utils/resowner.h"
 #include "utils/syscache.h"
 #include "utils/wait_event.h"
 
+#include "catalog.h"
 #include "database.h"
 #include "worker.h"
 
@@ -41,6 +43,10 @@
 
 /* Has this transaction created or dropped the extension? */
 static bool extension_changed = false;
+static bool extension_stays;	/* is it there when this transaction commits? */
+
+/* Has this transaction sent workers away? */
+static bool holding = false;
 
 static ProcessUtility_hook_type next_utility = NULL;
 static object_access_hook_type next_object_access = NULL;
@@ -61,6 +67,7 @@ database_to_clear(Node *stmt)
 	switch (nodeTag(stmt))
 	{
 		case T_CreatedbStmt:
+			name = "template1";
 			foreach(lc, ((CreatedbStmt *) stmt)->options)
 			{
 				DefElem    *option = lfirst(lc);
@@ -119,20 +126,37 @@ hold(Oid oid)
 	return worker;
 }
 
+/* Allow workers again wherever we have sent them away. */
 static void
-let_go(Oid oid)
+let_go(void)
 {
-	IdemDatabase *db;
-
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	db = idem_database_find(oid);
-	if (db != NULL && db->holder == MyProcPid)
+	for (int i = 0; i < idem_workers->ndatabases; i++)
 	{
-		db->holder = 0;
-		db->not_before = 0;
+		IdemDatabase *db = &idem_workers->databases[i];
+
+		if (db->holder == MyProcPid)
+		{
+			db->holder = 0;
+			db->not_before = 0;
+		}
 	}
 	idem_process_wake(idem_workers->launcher);
 	LWLockRelease(idem_workers->lock);
+	holding = false;
+}
+
+/*
+ * When the transaction has ended and released its locks, so that a new worker
+ * finds the database as it is to be, or not at all.  This is also called if
+ * the session is terminated.
+ */
+static void
+on_resource_release(ResourceReleasePhase phase, bool is_commit pg_attribute_unused(),
+					bool is_top, void *arg pg_attribute_unused())
+{
+	if (holding && is_top && phase == RESOURCE_RELEASE_AFTER_LOCKS)
+		let_go();
 }
 
 /*
@@ -142,6 +166,7 @@ let_go(Oid oid)
 static void
 clear_database(Oid oid)
 {
+	holding = true;
 	for (int waited = 0; waited < GIVE_UP_MS; waited += CHECK_MS)
 	{
 		int			worker = hold(oid);
@@ -172,27 +197,16 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		   QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
-	Oid			cleared = InvalidOid;
 
-	if (idem_workers != NULL && context == PROCESS_UTILITY_TOPLEVEL)
-		cleared = database_to_clear(stmt);
-
-	if (OidIsValid(cleared))
+	if (idem_workers != NULL && context != PROCESS_UTILITY_SUBCOMMAND)
 	{
-		PG_TRY();
-		{
-			clear_database(cleared);
-			call_utility(pstmt, query, read_only_tree, context, params, env,
-						 dest, qc);
-		}
-		PG_FINALLY();
-		{
-			let_go(cleared);
-		}
-		PG_END_TRY();
+		Oid			oid = database_to_clear(stmt);
+
+		if (OidIsValid(oid))
+			clear_database(oid);
 	}
-	else
-		call_utility(pstmt, query, read_only_tree, context, params, env, dest, qc);
+
+	call_utility(pstmt, query, read_only_tree, context, params, env, dest, qc);
 
 	if (IsA(stmt, CreateExtensionStmt) &&
 		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
@@ -217,8 +231,10 @@ on_object_access(ObjectAccessType access, Oid class, Oid object, int sub,
 }
 
 /*
- * Once that has committed, have somebody look: the worker, which goes away if
- * the extension has, or the launcher.  Savepoints need no care that way.
+ * Once that has committed, the worker is wanted or is to go.  Which of them is
+ * found out at the very end: there may have been savepoints.  It is noted
+ * before our locks are released, and so in the right order if somebody else
+ * waits to do the reverse.
  */
 static void
 on_xact_end(XactEvent event, void *arg pg_attribute_unused())
@@ -226,6 +242,8 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 	bool		changed = extension_changed;
 	IdemDatabase *db;
 
+	if (event == XACT_EVENT_PRE_COMMIT && changed)
+		extension_stays = idem_installed();
 	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
 		return;
 	extension_changed = false;
@@ -233,9 +251,14 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 		return;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	db = idem_database_add(MyDatabaseId);
-	idem_process_wake(db != NULL && db->worker != 0 ?
-					  db->worker : idem_workers->launcher);
+	db = extension_stays ? idem_database_add(MyDatabaseId) :
+		idem_database_find(MyDatabaseId);
+	if (db != NULL)
+	{
+		db->wanted = extension_stays;
+		idem_process_wake(db->worker);
+	}
+	idem_process_wake(idem_workers->launcher);
 	LWLockRelease(idem_workers->lock);
 }
 
@@ -248,4 +271,5 @@ idem_database_hooks(void)
 	next_object_access = object_access_hook;
 	object_access_hook = on_object_access;
 	RegisterXactCallback(on_xact_end, NULL);
+	RegisterResourceReleaseCallback(on_resource_release, NULL);
 }

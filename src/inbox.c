@@ -25,6 +25,7 @@
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
+#include "utils/inval.h"
 #include "utils/memutils.h"
 #include "utils/portal.h"
 #include "utils/timestamp.h"
@@ -331,6 +332,9 @@ idem_inbox_claim(PG_FUNCTION_ARGS)
 	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
 		elog(ERROR, "return type must be a row type");
 
+	/* A transaction that has its locks already would not hear of a new retention. */
+	if (!PG_ARGISNULL(3))
+		AcceptInvalidationMessages();
 	consumer = idem_consumer(name);
 	text_key(consumer->name, id, &key);
 	open_register(&reg, PG_GETARG_BOOL(2));

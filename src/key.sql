@@ -1,6 +1,7 @@
 
 --
--- Idempotency keys.
+-- Idempotency keys.  Without sequential scans: one key must not lock out all
+-- others under SERIALIZABLE, nor a plan for an empty table outlive its time.
 --
 CREATE TABLE idem.key (
 	scope text COLLATE "C" NOT NULL,
@@ -30,7 +31,8 @@ CREATE FUNCTION idem.key_begin(scope text, key text,
 		OUT status idem.key_status, OUT token uuid,
 		OUT code integer, OUT headers jsonb, OUT body text)
 	AS 'MODULE_PATHNAME', 'idem_key_begin' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.key_begin(text, text, bytea, interval, boolean, interval) IS
 	'begin a command under an idempotency key, or get its stored outcome';
 
@@ -38,14 +40,16 @@ CREATE FUNCTION idem.key_complete(scope text, key text, code integer DEFAULT NUL
 		headers jsonb DEFAULT NULL, body text DEFAULT NULL, token uuid DEFAULT NULL)
 	RETURNS void
 	AS 'MODULE_PATHNAME', 'idem_key_complete' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.key_complete(text, text, integer, jsonb, text, uuid) IS
 	'store the outcome of a command under its key';
 
 CREATE FUNCTION idem.key_release(scope text, key text, token uuid DEFAULT NULL)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME', 'idem_key_release' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.key_release(text, text, uuid) IS
 	'give a key in flight back, so that the command can be tried again';
 

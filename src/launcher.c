@@ -320,20 +320,36 @@ manage_slots(bool *looking)
 	return wait;
 }
 
-/* Take one more database to look at; false if there is no slot for it. */
+/*
+ * Take one more database to look at; false if there is no slot for it.  That
+ * may be because of databases that turn out to be without the extension, so
+ * it is worth a warning only if it lasts.
+ */
 static bool
 look_at(Oid oid)
 {
+	static TimestampTz full_since = 0;
+	static bool warned = false;
+	TimestampTz now = GetCurrentTimestamp();
 	bool		ok;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	ok = idem_database_add(oid) != NULL;
 	LWLockRelease(idem_workers->lock);
-	if (!ok)
+
+	if (ok)
+		full_since = 0;
+	else if (full_since == 0)
+		full_since = now;
+	else if (!warned &&
+			 TimestampDifferenceExceeds(full_since, now, START_TIMEOUT_MS))
+	{
+		warned = true;
 		ereport(WARNING,
 				(errcode(ERRCODE_CONFIGURATION_LIMIT_EXCEEDED),
 				 errmsg("idem has no worker slot left for database %u", oid),
 				 errhint("Increase idem.max_databases.")));
+	}
 	return ok;
 }
 
@@ -370,9 +386,8 @@ idem_launcher_main(Datum arg pg_attribute_unused())
 		}
 
 		wait = manage_slots(&looking);
-		if (unseen != NIL && !looking)
+		if (unseen != NIL && !looking && look_at(linitial_oid(unseen)))
 		{
-			look_at(linitial_oid(unseen));
 			unseen = list_delete_first(unseen);
 			continue;
 		}

@@ -10,7 +10,8 @@ COMMENT ON FUNCTION idem.inbox_purge(integer) IS
 
 CREATE FUNCTION idem.key_purge(max_rows integer DEFAULT 10000) RETURNS bigint
 	AS 'MODULE_PATHNAME', 'idem_key_purge' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.key_purge(integer) IS
 	'remove expired idempotency keys by hand; returns how many';
 

@@ -247,10 +247,17 @@ idem_stat_count(IdemStat *stat, IdemStatKind kind, const char *name,
 		key.kind = kind;
 		strlcpy(key.name, name, sizeof(key.name));
 
-		LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-		stat->entry = enter(&key);
+		LWLockAcquire(shared->lock, LW_SHARED);
+		stat->entry = hash_search(entries, &key, HASH_FIND, NULL);
 		stat->generation = pg_atomic_read_u32(&shared->generation);
 		LWLockRelease(shared->lock);
+		if (stat->entry == NULL)
+		{
+			LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+			stat->entry = enter(&key);
+			stat->generation = pg_atomic_read_u32(&shared->generation);
+			LWLockRelease(shared->lock);
+		}
 		if (stat->entry == NULL)
 			stat->entry = &shared->other[kind];
 	}

@@ -164,6 +164,8 @@ idem_sweep_blocks(BlockNumber start, BlockNumber n, const IdemKeep *keep,
 									snapshot, InvalidSnapshot, false,
 									&failure, false) == TM_Ok)
 			removed++;
+		else
+			*next_due = Min(*next_due, now);	/* look again soon */
 	}
 	table_endscan(scan);
 	table_close(rel, NoLock);

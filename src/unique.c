@@ -222,6 +222,7 @@ insert_others(IdemUnique *u, HeapTuple tup)
 			index_insert(index, values, isnull, &tup->t_self, u->heap,
 						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
 						 false, info);
+			idem_index_insert_cleanup(index, info);
 		}
 		index_close(index, NoLock);
 	}

@@ -1,6 +1,6 @@
 
 --
--- Version guards.
+-- Version guards.  Without sequential scans, as for keys.
 --
 CREATE TABLE idem.version (
 	consumer text COLLATE "C" NOT NULL,
@@ -19,13 +19,15 @@ CREATE FUNCTION idem.version_advance(consumer text, entity text, version bigint,
 		mode text DEFAULT 'newer')
 	RETURNS idem.version_status
 	AS 'MODULE_PATHNAME', 'idem_version_advance' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.version_advance(text, text, bigint, text) IS
 	'move an entity to a version, unless that is not newer, or not the next one';
 
 CREATE FUNCTION idem.version_reset(consumer text, entity text DEFAULT NULL)
 	RETURNS bigint
 	AS 'MODULE_PATHNAME', 'idem_version_reset' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
 COMMENT ON FUNCTION idem.version_reset(text, text) IS
 	'forget the version of one entity, or of all of a consumer';
