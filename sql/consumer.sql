@@ -44,11 +44,6 @@ SELECT consumer, count(*) FROM idem.inbox GROUP BY consumer ORDER BY consumer;
 SELECT idem.inbox_try_claim('undeclared', '1');
 COMMIT;
 
--- dropped: the declaration goes, the claims stay
-SELECT idem.consumer_drop('late');
-SELECT name FROM idem.consumer ORDER BY name;
-SELECT idem.inbox_try_claim('late', 'm2');
-
 -- dropped and created anew in one session
 DROP EXTENSION idem;
 CREATE EXTENSION idem;

@@ -33,6 +33,23 @@ WITH c AS (SELECT idem.inbox_try_claim('c', '5') AS mine),
 SELECT * FROM w;
 SELECT handle('6');
 SELECT handle('6');
+CREATE FUNCTION handle_all(ids text[]) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+	r record;
+	n integer := 0;
+BEGIN
+	FOR r IN SELECT * FROM idem.inbox_claim_batch('c', ids) LOOP
+		IF r.status = 'claimed' THEN
+			INSERT INTO effect VALUES (r.msg_id);
+			n := n + 1;
+		END IF;
+	END LOOP;
+	RETURN n;
+END $$;
+SELECT handle_all(ARRAY['a1', 'a2', 'a1']);
+CREATE FUNCTION work(id text) RETURNS text LANGUAGE sql AS $$ INSERT INTO effect VALUES (id) RETURNING id $$;
+SELECT work('a3') WHERE idem.inbox_try_claim('c', 'a3');
+SELECT CASE WHEN idem.inbox_try_claim('c', 'a4') THEN work('a4') END;
 DO $$ BEGIN PERFORM idem.inbox_try_claim('c', '7'); INSERT INTO effect VALUES ('7'); END $$;
 
 SET idem.claim_outside_transaction = allow;
@@ -40,6 +57,6 @@ SELECT idem.inbox_try_claim('c', '8');
 SET idem.claim_outside_transaction = never;
 
 SELECT id FROM effect ORDER BY id;
-DROP FUNCTION handle;
+DROP FUNCTION handle, handle_all, work;
 DROP TABLE effect;
 DROP EXTENSION idem;

@@ -35,7 +35,6 @@ SELECT * FROM attempt($$ SELECT idem.version_advance('c', 'e', 1, NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.version_reset(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.consumer_create(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.consumer_alter(NULL, '1 day') $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_drop(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.inbox_purge(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.key_purge(NULL) $$);
 
@@ -79,7 +78,6 @@ SELECT count(*) FROM idem.consumer;
 
 -- what does not exist, or exists already
 SELECT * FROM attempt($$ SELECT idem.consumer_alter('nobody', '1 day') $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_drop('nobody') $$);
 SELECT idem.consumer_create('c');
 SELECT * FROM attempt($$ SELECT idem.consumer_create('c') $$);
 SELECT * FROM attempt($$ SELECT idem.key_complete('s', 'never begun') $$);

@@ -23,6 +23,12 @@
 	index_beginscan(heap, index, snapshot, nkeys, 0)
 #endif
 
+#if PG_VERSION_NUM >= 160000
+#define idem_owns_extension(oid) object_ownercheck(ExtensionRelationId, oid, GetUserId())
+#else
+#define idem_owns_extension(oid) pg_extension_ownercheck(oid, GetUserId())
+#endif
+
 #if PG_VERSION_NUM >= 170000
 #define idem_oldest_clog_xid() (TransamVariables->oldestClogXid)
 #define idem_index_insert_cleanup(index, info) index_insert_cleanup(index, info)

@@ -23,6 +23,8 @@
 #include "catalog/pg_type.h"
 #include "commands/sequence.h"
 #include "commands/trigger.h"
+#include "miscadmin.h"
+#include "storage/lmgr.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/hsearch.h"
@@ -37,15 +39,6 @@
 #include "launcher.h"
 #include "statement.h"
 
-/* Columns, as in consumer.sql. */
-#define Anum_inbox_consumer_id		1
-#define Anum_inbox_consumer_name	2
-#define Natts_inbox_consumer		2
-
-#define Anum_consumer_name			1
-#define Anum_consumer_retention		2
-#define Anum_consumer_floor			3
-
 /* Below this, a retention is likelier a mistake than a wish. */
 #define SHORT_RETENTION_SECONDS		3600
 
@@ -59,7 +52,6 @@ static slist_head uncommitted = SLIST_STATIC_INIT(uncommitted);
 PG_FUNCTION_INFO_V1(idem_consumer_changed);
 PG_FUNCTION_INFO_V1(idem_consumer_create);
 PG_FUNCTION_INFO_V1(idem_consumer_alter);
-PG_FUNCTION_INFO_V1(idem_consumer_drop);
 
 /* Keep the numbers we made, or forget them.  Must not fail. */
 static void
@@ -258,8 +250,8 @@ idem_consumer_horizon(IdemConsumer *consumer)
 {
 	if (!consumer->loaded)
 	{
-		Datum		values[4];
-		bool		isnull[4];
+		Datum		values[Natts_consumer];
+		bool		isnull[Natts_consumer];
 		Snapshot	now = RegisterSnapshot(GetLatestSnapshot());
 
 		consumer->has_retention = false;
@@ -322,13 +314,18 @@ retention_arg(FunctionCallInfo fcinfo, int arg, const text *name)
 	return IntervalPGetDatum(retention);
 }
 
-static void
-no_such_consumer(const text *name)
+/*
+ * The time before which claims may have been removed under a retention that
+ * is about to change.
+ *
+ * Removal takes a lock on the table that keeps changes out.  Once we have
+ * ours, nothing is removed until we commit.
+ */
+static TimestampTz
+removed_before(int64 retention_usecs)
 {
-	ereport(ERROR,
-			(errcode(ERRCODE_UNDEFINED_OBJECT),
-			 errmsg("consumer \"%s\" does not exist", text_to_cstring(name)),
-			 errhint("Create it with idem.consumer_create().")));
+	LockRelationOid(idem_rel(IDEM_REL_CONSUMER), RowExclusiveLock);
+	return GetCurrentTimestamp() - retention_usecs;
 }
 
 /* consumer_create(name, retention) */
@@ -337,17 +334,18 @@ idem_consumer_create(PG_FUNCTION_ARGS)
 {
 	static IdemStatement insert = {
 		.sql = "INSERT INTO idem.consumer (name, retention, horizon_floor)"
-		" VALUES ($1, $2, now() - $3) ON CONFLICT (name) DO NOTHING",
+		" VALUES ($1, $2, $3) ON CONFLICT (name) DO NOTHING",
 		.nargs = 3,
-		.types = {TEXTOID, INTERVALOID, INTERVALOID}
+		.types = {TEXTOID, INTERVALOID, TIMESTAMPTZOID}
 	};
 	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
 	Datum		values[3];
 	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
 
+	PreventCommandIfReadOnly("consumer_create()");
 	values[0] = PointerGetDatum(name);
 	values[1] = retention_arg(fcinfo, 1, name);
-	values[2] = IntervalPGetDatum(idem_seconds_interval(idem_inbox_retention));
+	values[2] = TimestampTzGetDatum(removed_before(idem_inbox_retention * USECS_PER_SEC));
 
 	SPI_connect();
 	if (idem_statement_run(&insert, values, nulls) == 0)
@@ -363,44 +361,38 @@ idem_consumer_create(PG_FUNCTION_ARGS)
 Datum
 idem_consumer_alter(PG_FUNCTION_ARGS)
 {
+	static IdemStatement select = {
+		.sql = "SELECT retention FROM idem.consumer WHERE name = $1 FOR UPDATE",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
 	static IdemStatement update = {
-		.sql = "UPDATE idem.consumer SET retention = $2, horizon_floor ="
-		" greatest(horizon_floor, now() - coalesce(retention, $3))"
-		" WHERE name = $1",
+		.sql = "UPDATE idem.consumer SET retention = $2,"
+		" horizon_floor = greatest(horizon_floor, $3) WHERE name = $1",
 		.nargs = 3,
-		.types = {TEXTOID, INTERVALOID, INTERVALOID}
+		.types = {TEXTOID, INTERVALOID, TIMESTAMPTZOID}
 	};
 	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
 	Datum		values[3];
 	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
+	Datum		before;
+	bool		isnull;
 
+	PreventCommandIfReadOnly("consumer_alter()");
 	values[0] = PointerGetDatum(name);
 	values[1] = retention_arg(fcinfo, 1, name);
-	values[2] = IntervalPGetDatum(idem_seconds_interval(idem_inbox_retention));
 
 	SPI_connect();
-	if (idem_statement_run(&update, values, nulls) == 0)
-		no_such_consumer(name);
-	SPI_finish();
-	PG_RETURN_VOID();
-}
-
-/* consumer_drop(name) */
-Datum
-idem_consumer_drop(PG_FUNCTION_ARGS)
-{
-	static IdemStatement del = {
-		.sql = "DELETE FROM idem.consumer WHERE name = $1",
-		.nargs = 1,
-		.types = {TEXTOID}
-	};
-	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
-	Datum		values[1];
-
-	values[0] = PointerGetDatum(name);
-	SPI_connect();
-	if (idem_statement_run(&del, values, NULL) == 0)
-		no_such_consumer(name);
+	if (idem_statement_run(&select, values, NULL) == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_OBJECT),
+				 errmsg("consumer \"%s\" does not exist", text_to_cstring(name)),
+				 errhint("Create it with idem.consumer_create().")));
+	before = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
+	values[2] = TimestampTzGetDatum(removed_before(isnull ?
+												   idem_inbox_retention * USECS_PER_SEC :
+												   idem_span_usecs(DatumGetIntervalP(before))));
+	idem_statement_run(&update, values, nulls);
 	SPI_finish();
 	PG_RETURN_VOID();
 }

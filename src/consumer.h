@@ -14,6 +14,16 @@
 #include "input.h"
 #include "stat.h"
 
+/* Columns, as in consumer.sql. */
+#define Anum_inbox_consumer_id		1
+#define Anum_inbox_consumer_name	2
+#define Natts_inbox_consumer		2
+
+#define Anum_consumer_name			1
+#define Anum_consumer_retention		2
+#define Anum_consumer_floor			3
+#define Natts_consumer				4
+
 /* What a session remembers of a consumer. */
 typedef struct IdemConsumer
 {

@@ -49,9 +49,3 @@ CREATE FUNCTION idem.consumer_alter(name text, retention interval)
 	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
 COMMENT ON FUNCTION idem.consumer_alter(text, interval) IS
 	'change the retention of a consumer; null means the default';
-
-CREATE FUNCTION idem.consumer_drop(name text) RETURNS void
-	AS 'MODULE_PATHNAME', 'idem_consumer_drop' LANGUAGE C
-	VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp;
-COMMENT ON FUNCTION idem.consumer_drop(text) IS
-	'forget a declaration; the claims of the consumer stay';

@@ -6,8 +6,11 @@
  * A worker is a session.  CREATE DATABASE ... TEMPLATE, DROP DATABASE, RENAME
  * and SET TABLESPACE refuse to run while there is one, so the worker of that
  * database is sent away and none is started until the transaction has ended;
- * then, whatever came of the command, it is wanted again.  CREATE EXTENSION
- * and DROP EXTENSION start and end the worker when they commit.
+ * then, whatever came of the command, it is wanted again.
+ *
+ * CREATE EXTENSION and DROP EXTENSION start and end the worker when they
+ * commit.  Until then they keep it away likewise: dropping locks one table
+ * after the other, and must not meet a worker that does the same.
  *
  *-------------------------------------------------------------------------
  */
@@ -33,6 +36,7 @@
 #include "utils/wait_event.h"
 
 #include "catalog.h"
+#include "compat.h"
 #include "database.h"
 #include "worker.h"
 
@@ -51,10 +55,37 @@ static bool holding = false;
 static ProcessUtility_hook_type next_utility = NULL;
 static object_access_hook_type next_object_access = NULL;
 
+/* Is our extension among the objects to drop, and the user allowed to? */
+static bool
+drops_extension(DropStmt *stmt)
+{
+	ListCell   *lc;
+
+	if (stmt->removeType != OBJECT_EXTENSION &&
+		!(stmt->removeType == OBJECT_SCHEMA && stmt->behavior == DROP_CASCADE))
+		return false;
+
+	foreach(lc, stmt->objects)
+	{
+		if (strcmp(strVal(lfirst(lc)), "idem") == 0)
+		{
+			Oid			oid = get_extension_oid("idem", true);
+
+			return OidIsValid(oid) && idem_owns_extension(oid);
+		}
+	}
+	return false;
+}
+
+static bool
+creates_extension(CreateExtensionStmt *stmt)
+{
+	return strcmp(stmt->extname, "idem") == 0 && !idem_installed();
+}
+
 /*
- * The database that must be free of sessions for this command, if its worker
- * is to make room: invalid if there is none, or if the command will fail for
- * want of rights anyway.
+ * The database that must be free of workers for this command: invalid if
+ * there is none, or if the command will fail for want of rights anyway.
  */
 static Oid
 database_to_clear(Node *stmt)
@@ -90,6 +121,11 @@ database_to_clear(Node *stmt)
 					name = ((AlterDatabaseStmt *) stmt)->dbname;
 			}
 			break;
+		case T_CreateExtensionStmt:
+			return creates_extension((CreateExtensionStmt *) stmt) ?
+				MyDatabaseId : InvalidOid;
+		case T_DropStmt:
+			return drops_extension((DropStmt *) stmt) ? MyDatabaseId : InvalidOid;
 		default:
 			break;
 	}

@@ -21,6 +21,7 @@
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "port/pg_bswap.h"
+#include "tcop/dest.h"
 #include "tcop/pquery.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
@@ -28,6 +29,7 @@
 #include "utils/inval.h"
 #include "utils/memutils.h"
 #include "utils/portal.h"
+#include "utils/syscache.h"
 #include "utils/timestamp.h"
 #include "utils/uuid.h"
 
@@ -166,11 +168,27 @@ text_key(const char *consumer, const text *id, pg_uuid_t *key)
 	hash_claim(consumer, 't', data, len, key);
 }
 
+/* Does this plan call more functions than one that are not PostgreSQL's own? */
+static bool
+calls_other_functions(PlannedStmt *plan)
+{
+	int			n = 0;
+	ListCell   *lc;
+
+	foreach(lc, plan->invalItems)
+	{
+		if (((PlanInvalItem *) lfirst(lc))->cacheId == PROCOID)
+			n++;
+	}
+	return n > 1;
+}
+
 /*
  * Is this claim all that its transaction does?  That is: no transaction block
- * is open, and the statement is a plain SELECT that calls us itself, rather
- * than one that calls a function which calls us.  The latter shows in whose
- * executor state we run.  In doubt the answer is no.
+ * is open, and a client has sent a plain SELECT that calls us itself, rather
+ * than a function that calls us (which shows in whose executor state we run,
+ * and in who gets the result), and no other function that might do the work.
+ * In doubt the answer is no.
  */
 static bool
 claim_is_alone(void)
@@ -180,9 +198,15 @@ claim_is_alone(void)
 	if (IsTransactionBlock() || ActivePortal == NULL)
 		return false;
 	query = ActivePortal->queryDesc;
-	return query != NULL && query->estate != NULL &&
-		query->operation == CMD_SELECT &&
+	if (query == NULL || query->estate == NULL || query->dest == NULL)
+		return false;
+	return query->operation == CMD_SELECT &&
+		(query->dest->mydest == DestRemote ||
+		 query->dest->mydest == DestRemoteExecute ||
+		 query->dest->mydest == DestRemoteSimple ||
+		 query->dest->mydest == DestDebug) &&
 		!query->plannedstmt->hasModifyingCTE &&
+		!calls_other_functions(query->plannedstmt) &&
 		MemoryContextGetParent(CurrentMemoryContext) == query->estate->es_query_cxt;
 }
 
@@ -235,7 +259,6 @@ claim(IdemUnique *reg, IdemConsumer *consumer, pg_uuid_t *key,
 	Datum		values[Natts_inbox_claim];
 	bool		isnull[Natts_inbox_claim] = {0};
 	ScanKeyData scankey;
-	IdemUniqueResult result;
 	uint64		waits = reg->waits;
 	ClaimStatus status;
 	IdemStatColumn column;
@@ -243,20 +266,29 @@ claim(IdemUnique *reg, IdemConsumer *consumer, pg_uuid_t *key,
 	ScanKeyInit(&scankey, Anum_inbox_claim_key, BTEqualStrategyNumber,
 				F_UUID_EQ, UUIDPGetDatum(key));
 
-	result = idem_unique_probe(reg, &scankey, 1);
-	if (result == IDEM_FREE &&
-		!(sent_at != NULL && *sent_at < idem_consumer_horizon(consumer)))
+	for (;;)
 	{
-		values[Anum_inbox_claim_key - 1] = UUIDPGetDatum(key);
-		values[Anum_inbox_claim_consumer - 1] =
-			Int32GetDatum(idem_consumer_id(consumer));
-		values[Anum_inbox_claim_at - 1] = Int32GetDatum(claim_time());
-		result = idem_unique_insert(reg, &scankey, 1, values, isnull);
+		IdemUniqueResult result = idem_unique_probe(reg, &scankey, 1);
+
+		if (result == IDEM_EXISTS)
+			status = CLAIM_DUPLICATE;
+		else if (result == IDEM_IN_FLIGHT)
+			status = CLAIM_IN_FLIGHT;
+		else if (sent_at != NULL && *sent_at < idem_consumer_horizon(consumer))
+			status = CLAIM_EXPIRED;
+		else
+		{
+			values[Anum_inbox_claim_key - 1] = UUIDPGetDatum(key);
+			values[Anum_inbox_claim_consumer - 1] =
+				Int32GetDatum(idem_consumer_id(consumer));
+			values[Anum_inbox_claim_at - 1] = Int32GetDatum(claim_time());
+			if (!idem_unique_insert(reg, values, isnull))
+				continue;
+			status = CLAIM_CLAIMED;
+		}
+		break;
 	}
 
-	status = result == IDEM_INSERTED ? CLAIM_CLAIMED :
-		result == IDEM_EXISTS ? CLAIM_DUPLICATE :
-		result == IDEM_IN_FLIGHT ? CLAIM_IN_FLIGHT : CLAIM_EXPIRED;
 	column = status == CLAIM_CLAIMED ? IDEM_STAT_CLAIMS :
 		status == CLAIM_DUPLICATE ? IDEM_STAT_DUPLICATES :
 		status == CLAIM_IN_FLIGHT ? IDEM_STAT_IN_FLIGHT : IDEM_STAT_EXPIRED;

@@ -68,6 +68,8 @@ typedef struct KeyRequest
 {
 	text	   *scope;
 	text	   *key;
+	Interval   *ttl;
+	Interval   *lease;			/* or NULL */
 	ScanKeyData scankeys[2];
 	Datum		values[Natts_key];
 	bool		isnull[Natts_key];
@@ -76,6 +78,13 @@ typedef struct KeyRequest
 PG_FUNCTION_INFO_V1(idem_key_begin);
 PG_FUNCTION_INFO_V1(idem_key_complete);
 PG_FUNCTION_INFO_V1(idem_key_release);
+
+static void
+open_register(IdemUnique *reg, bool wait)
+{
+	idem_unique_open(reg, idem_rel(IDEM_REL_KEY), idem_rel(IDEM_REL_KEY_PKEY),
+					 wait, true);
+}
 
 static void
 request_key(FunctionCallInfo fcinfo, KeyRequest *req)
@@ -88,49 +97,55 @@ request_key(FunctionCallInfo fcinfo, KeyRequest *req)
 				F_TEXTEQ, PointerGetDatum(req->key));
 }
 
-/* Fill in the row of a key that begins now. */
+#define SET(req, column, datum) \
+	((req)->values[(column) - 1] = (datum), (req)->isnull[(column) - 1] = false)
+
+/* Fill in the row of a key that begins, all but the times. */
 static void
 build_row(FunctionCallInfo fcinfo, KeyRequest *req)
 {
-	TimestampTz now = GetCurrentTimestamp();
-	TimestampTz expires_at;
-	Interval   *ttl = idem_seconds_interval(idem_key_ttl);
-
 	memset(req->isnull, true, sizeof(req->isnull));
-#define SET(column, datum) \
-	(req->values[(column) - 1] = (datum), req->isnull[(column) - 1] = false)
-
-	SET(Anum_key_scope, PointerGetDatum(req->scope));
-	SET(Anum_key_key, PointerGetDatum(req->key));
+	SET(req, Anum_key_scope, PointerGetDatum(req->scope));
+	SET(req, Anum_key_key, PointerGetDatum(req->key));
+	SET(req, Anum_key_completed, BoolGetDatum(false));
 	if (!PG_ARGISNULL(2))
 	{
 		bytea	   *fingerprint = PG_GETARG_BYTEA_PP(2);
 
 		idem_check_id((text *) fingerprint, "fingerprint");
-		SET(Anum_key_fingerprint, PointerGetDatum(fingerprint));
+		SET(req, Anum_key_fingerprint, PointerGetDatum(fingerprint));
 	}
-	if (!PG_ARGISNULL(3))
-	{
-		ttl = PG_GETARG_INTERVAL_P(3);
-		idem_check_span(ttl, "ttl");
-	}
-	SET(Anum_key_completed, BoolGetDatum(false));
-	SET(Anum_key_started_at, TimestampTzGetDatum(now));
-	SET(Anum_key_ttl, IntervalPGetDatum(ttl));
-	expires_at = idem_time_plus(now, ttl);
+
+	req->ttl = PG_ARGISNULL(3) ? idem_seconds_interval(idem_key_ttl) :
+		PG_GETARG_INTERVAL_P(3);
+	idem_check_span(req->ttl, "ttl");
+	SET(req, Anum_key_ttl, IntervalPGetDatum(req->ttl));
+
+	req->lease = NULL;
 	if (!PG_ARGISNULL(5))
 	{
-		Interval   *lease = PG_GETARG_INTERVAL_P(5);
-		TimestampTz until;
-
-		idem_check_span(lease, "lease");
-		until = idem_time_plus(now, lease);
-		expires_at = Max(expires_at, until);
-		SET(Anum_key_lease_until, TimestampTzGetDatum(until));
-		SET(Anum_key_token, DirectFunctionCall1(gen_random_uuid, (Datum) 0));
+		req->lease = PG_GETARG_INTERVAL_P(5);
+		idem_check_span(req->lease, "lease");
+		SET(req, Anum_key_token, DirectFunctionCall1(gen_random_uuid, (Datum) 0));
 	}
-	SET(Anum_key_expires_at, TimestampTzGetDatum(expires_at));
-#undef SET
+}
+
+/* Fill in the times, once there is nobody to wait for any more. */
+static void
+start_clock(KeyRequest *req)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz expires_at = idem_time_plus(now, req->ttl);
+
+	if (req->lease != NULL)
+	{
+		TimestampTz until = idem_time_plus(now, req->lease);
+
+		expires_at = Max(expires_at, until);
+		SET(req, Anum_key_lease_until, TimestampTzGetDatum(until));
+	}
+	SET(req, Anum_key_started_at, TimestampTzGetDatum(now));
+	SET(req, Anum_key_expires_at, TimestampTzGetDatum(expires_at));
 }
 
 /* Is the fingerprint of the row in the way another than ours? */
@@ -162,37 +177,55 @@ may_take_over(TupleTableSlot *row)
 }
 
 /*
- * Begin the key anew for us; false if somebody else was quicker, so that the
- * caller must look again.
+ * Begin the key anew for us; false if somebody else was quicker, or, unless
+ * we wait, is at it.
  */
 static bool
-take_over(KeyRequest *req, IdemUnique *reg)
+take_over(KeyRequest *req, IdemUnique *reg, bool wait)
 {
+#define LOCK_SQL \
+	"SELECT FROM idem.key WHERE scope = $1 AND key = $2" \
+	" AND NOT completed AND started_at = $3 FOR UPDATE"
+	static IdemStatement lock_wait = {
+		.sql = LOCK_SQL,
+		.nargs = 3,
+		.types = {TEXTOID, TEXTOID, TIMESTAMPTZOID}
+	};
+	static IdemStatement lock_nowait = {
+		.sql = LOCK_SQL " SKIP LOCKED",
+		.nargs = 3,
+		.types = {TEXTOID, TEXTOID, TIMESTAMPTZOID}
+	};
 	static IdemStatement update = {
 		.sql = "UPDATE idem.key SET started_at = $3, expires_at = $4, ttl = $5,"
-		" lease_until = $6, token = $7"
-		" WHERE scope = $1 AND key = $2 AND NOT completed AND started_at = $8",
-		.nargs = 8,
+		" lease_until = $6, token = $7 WHERE scope = $1 AND key = $2",
+		.nargs = 7,
 		.types = {TEXTOID, TEXTOID, TIMESTAMPTZOID, TIMESTAMPTZOID, INTERVALOID,
-			TIMESTAMPTZOID, UUIDOID, TIMESTAMPTZOID}
+			TIMESTAMPTZOID, UUIDOID}
 	};
 	static const AttrNumber columns[7] = {
 		Anum_key_scope, Anum_key_key, Anum_key_started_at, Anum_key_expires_at,
 		Anum_key_ttl, Anum_key_lease_until, Anum_key_token
 	};
-	Datum		values[8];
-	char		nulls[8];
+	Datum		values[7];
+	char		nulls[7];
 	bool		isnull;
 
+	values[0] = PointerGetDatum(req->scope);
+	values[1] = PointerGetDatum(req->key);
+	values[2] = slot_getattr(reg->existing, Anum_key_started_at, &isnull);
+	idem_unique_release(reg);
+	if (idem_statement_run(wait ? &lock_wait : &lock_nowait, values, NULL) == 0)
+		return false;
+
+	start_clock(req);
 	for (int i = 0; i < 7; i++)
 	{
 		values[i] = req->values[columns[i] - 1];
 		nulls[i] = req->isnull[columns[i] - 1] ? 'n' : ' ';
 	}
-	values[7] = slot_getattr(reg->existing, Anum_key_started_at, &isnull);
-	nulls[7] = ' ';
-	idem_unique_release(reg);
-	return idem_statement_run(&update, values, nulls) == 1;
+	idem_statement_run(&update, values, nulls);
+	return true;
 }
 
 /*
@@ -204,7 +237,7 @@ idem_key_begin(PG_FUNCTION_ARGS)
 {
 	KeyRequest	req;
 	IdemUnique	reg;
-	IdemUniqueResult result;
+	bool		wait;
 	TupleDesc	tupdesc;
 	Datum		values[BEGIN_COLUMNS] = {0};
 	bool		isnull[BEGIN_COLUMNS] = {false, true, true, true, true};
@@ -220,21 +253,22 @@ idem_key_begin(PG_FUNCTION_ARGS)
 	PreventCommandDuringRecovery("key_begin()");
 	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
 		elog(ERROR, "return type must be a row type");
+	wait = PG_GETARG_BOOL(4);
 	build_row(fcinfo, &req);
 
 	SPI_connect();
-	idem_unique_open(&reg, idem_rel(IDEM_REL_KEY), idem_rel(IDEM_REL_KEY_PKEY),
-					 PG_GETARG_BOOL(4), true);
+	open_register(&reg, wait);
 	for (;;)
 	{
+		IdemUniqueResult result;
+
 		CHECK_FOR_INTERRUPTS();
 		result = idem_unique_probe(&reg, req.scankeys, 2);
 		if (result == IDEM_FREE)
-			result = idem_unique_insert(&reg, req.scankeys, 2,
-										req.values, req.isnull);
-
-		if (result == IDEM_INSERTED)
 		{
+			start_clock(&req);
+			if (!idem_unique_insert(&reg, req.values, req.isnull))
+				continue;
 			status = "started";
 			column = IDEM_STAT_STARTED;
 		}
@@ -258,11 +292,11 @@ idem_key_begin(PG_FUNCTION_ARGS)
 		}
 		else if (result == IDEM_EXISTS && may_take_over(reg.existing))
 		{
-			if (!take_over(&req, &reg))
+			taken_over = take_over(&req, &reg, wait);
+			if (!taken_over && wait)
 				continue;
-			taken_over = true;
-			status = "started";
-			column = IDEM_STAT_STARTED;
+			status = taken_over ? "started" : "in_flight";
+			column = taken_over ? IDEM_STAT_STARTED : IDEM_STAT_KEY_IN_FLIGHT;
 		}
 		else
 		{
@@ -305,7 +339,12 @@ lock_in_flight(KeyRequest *req, bool have_token, Datum token)
 	Datum		values[2] = {PointerGetDatum(req->scope), PointerGetDatum(req->key)};
 	Datum		held;
 	bool		isnull;
+	IdemUnique	reg;
 
+	/* A row that our snapshot does not see is a serialization failure. */
+	open_register(&reg, true);
+	(void) idem_unique_probe(&reg, req->scankeys, 2);
+	idem_unique_close(&reg);
 	if (idem_statement_run(&select, values, NULL) == 0)
 		return false;
 

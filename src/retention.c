@@ -47,6 +47,13 @@
 #define KEY_BATCH			1000
 #define CLAIMS_PER_BLOCK	157
 
+/*
+ * Whoever removes claims keeps changes of retentions out for so long.  Else a
+ * claim could be removed under a retention that has just been made longer.
+ */
+#define KEEP_LOCK			ShareLock
+#define KEEP_LOCK_RETRY_MS	100
+
 PG_FUNCTION_INFO_V1(idem_inbox_purge);
 PG_FUNCTION_INFO_V1(idem_key_purge);
 
@@ -76,6 +83,7 @@ idem_inbox_purge(PG_FUNCTION_ARGS)
 	PreventCommandIfReadOnly("inbox_purge()");
 	PreventCommandDuringRecovery("inbox_purge()");
 
+	LockRelationOid(idem_rel(IDEM_REL_CONSUMER), KEEP_LOCK);
 	idem_keep_load(&keep);
 	PG_RETURN_INT64(idem_sweep_blocks(0, InvalidBlockNumber, &keep, max_rows,
 									  &next_due));
@@ -87,16 +95,18 @@ remove_keys(int32 max_rows)
 {
 	static IdemStatement del = {
 		.sql = "DELETE FROM idem.key WHERE ctid = ANY (ARRAY("
-		"SELECT ctid FROM idem.key WHERE expires_at < clock_timestamp()"
+		"SELECT ctid FROM idem.key WHERE expires_at < $2"
 		" ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))",
-		.nargs = 1,
-		.types = {INT4OID}
+		.nargs = 2,
+		.types = {INT4OID, TIMESTAMPTZOID}
 	};
-	Datum		limit = Int32GetDatum(max_rows);
+	Datum		values[2];
 	int64		removed;
 
+	values[0] = Int32GetDatum(max_rows);
+	values[1] = TimestampTzGetDatum(GetCurrentTimestamp());
 	SPI_connect();
-	removed = idem_statement_run(&del, &limit, NULL);
+	removed = idem_statement_run(&del, values, NULL);
 	SPI_finish();
 	return removed;
 }
@@ -181,7 +191,9 @@ rest(IdemDatabase *db, long ms)
 	return idem_worker_may_run(db);
 }
 
-/* Read the retentions anew, and measure the table. */
+/*
+ * Read the retentions anew, and measure the table; caller has a transaction.
+ */
 static void
 prepare_sweep(IdemSweep *sweep)
 {
@@ -191,24 +203,44 @@ prepare_sweep(IdemSweep *sweep)
 	MemoryContext old;
 	Relation	rel;
 
-	/* The retentions of this run and of the last are needed, no others. */
+	/* These retentions and those before are needed, no others. */
 	which = 1 - which;
 	if (contexts[which] == NULL)
 		contexts[which] = AllocSetContextCreate(TopMemoryContext, "idem keep",
 												ALLOCSET_DEFAULT_SIZES);
 	MemoryContextReset(contexts[which]);
-
-	start_transaction("reading the retention of consumers");
 	old = MemoryContextSwitchTo(contexts[which]);
 	idem_keep_load(&keep);
 	MemoryContextSwitchTo(old);
+
 	rel = table_open(idem_rel(IDEM_REL_INBOX_CLAIM), AccessShareLock);
 	if (sweep->keep.by_id != NULL && idem_keep_shorter(&keep, &sweep->keep))
 		idem_sweep_forget(sweep);
 	idem_sweep_measure(sweep, RelationGetNumberOfBlocks(rel));
 	sweep->keep = keep;
 	table_close(rel, AccessShareLock);
-	end_transaction();
+}
+
+/*
+ * Start a transaction in which retentions stay as they are; false if we are to
+ * stop instead.  If somebody is changing one, we come back later.
+ */
+static bool
+start_sweep_batch(IdemDatabase *db, IdemSweep *sweep)
+{
+	for (;;)
+	{
+		if (!start_batch("removing expired claims"))
+			return false;
+		if (ConditionalLockRelationOid(idem_rel(IDEM_REL_CONSUMER), KEEP_LOCK))
+		{
+			prepare_sweep(sweep);
+			return true;
+		}
+		end_transaction();
+		if (!rest(db, KEEP_LOCK_RETRY_MS))
+			return false;
+	}
 }
 
 /* How much is due, at most, and since when. */
@@ -238,29 +270,27 @@ purge_claims(IdemDatabase *db, IdemSweep *sweep)
 	int			i = -1;
 
 	report_start(&db->inbox);
-	prepare_sweep(sweep);
-	for (;;)
+	do
 	{
-		int64		next_due;
-		int64		removed;
+		int64		removed = 0;
 
-		i = idem_sweep_next(sweep, i + 1, idem_sweep_now());
-		if (i < 0)
-			break;
-
-		if (!start_batch("removing expired claims"))
+		if (!start_sweep_batch(db, sweep))
 			return false;
-		next_due = idem_sweep_now() + sweep->keep.least;
-		removed = idem_sweep_blocks(i * sweep->stretch, sweep->stretch,
-									&sweep->keep, PG_INT64_MAX, &next_due);
-		end_transaction();
-		sweep->due[i] = next_due;
+		i = idem_sweep_next(sweep, i + 1, idem_sweep_now());
+		if (i >= 0)
+		{
+			int64		next_due = idem_sweep_now() + sweep->keep.least;
 
-		report_sweep(db, sweep, removed, false);
+			removed = idem_sweep_blocks(i * sweep->stretch, sweep->stretch,
+										&sweep->keep, PG_INT64_MAX, &next_due);
+			sweep->due[i] = next_due;
+		}
+		end_transaction();
+
+		report_sweep(db, sweep, removed, i < 0);
 		if (!rest(db, idem_maintenance_delay))
 			return false;
-	}
-	report_sweep(db, sweep, 0, true);
+	} while (i >= 0 && idem_maintenance);
 	return true;
 }
 

@@ -35,7 +35,6 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 		GRANT EXECUTE ON FUNCTION
 			idem.consumer_create(text, interval),
 			idem.consumer_alter(text, interval),
-			idem.consumer_drop(text),
 			idem.inbox_key(text, text),
 			idem.inbox_lookup(text, text),
 			idem.version_reset(text, text),

@@ -18,19 +18,19 @@
 #include "access/table.h"
 #include "access/tableam.h"
 #include "access/xact.h"
-#include "executor/spi.h"
 #include "miscadmin.h"
 #include "storage/bufmgr.h"
+#include "utils/builtins.h"
 #include "utils/memutils.h"
 #include "utils/rel.h"
 #include "utils/snapmgr.h"
 #include "utils/timestamp.h"
 
 #include "catalog.h"
+#include "consumer.h"
 #include "guc.h"
 #include "inbox.h"
 #include "input.h"
-#include "statement.h"
 #include "sweep.h"
 
 /* A stretch of 1 MB, until there would be too many of them. */
@@ -43,51 +43,108 @@ typedef struct KeepEntry
 	int64		seconds;
 } KeepEntry;
 
+typedef struct DeclaredEntry
+{
+	char		name[IDEM_MAX_NAME + 1];	/* must be first */
+	int64		seconds;
+} DeclaredEntry;
+
 int64
 idem_sweep_now(void)
 {
 	return GetCurrentTimestamp() / USECS_PER_SEC;
 }
 
+/* Read the retentions that were declared: name -> seconds. */
+static HTAB *
+load_declared(Snapshot snapshot)
+{
+	HASHCTL		ctl = {
+		.keysize = IDEM_MAX_NAME + 1,
+		.entrysize = sizeof(DeclaredEntry),
+		.hcxt = CurrentMemoryContext,
+	};
+	HTAB	   *declared = hash_create("idem declared", 64, &ctl,
+									   HASH_ELEM | HASH_STRINGS | HASH_CONTEXT);
+	Relation	rel = table_open(idem_rel(IDEM_REL_CONSUMER), AccessShareLock);
+	TableScanDesc scan = table_beginscan(rel, snapshot, 0, NULL);
+	HeapTuple	row;
+
+	while ((row = heap_getnext(scan, ForwardScanDirection)) != NULL)
+	{
+		Datum		values[Natts_consumer];
+		bool		isnull[Natts_consumer];
+		DeclaredEntry *entry;
+
+		heap_deform_tuple(row, RelationGetDescr(rel), values, isnull);
+		if (isnull[Anum_consumer_retention - 1])
+			continue;
+		entry = hash_search(declared,
+							TextDatumGetCString(values[Anum_consumer_name - 1]),
+							HASH_ENTER, NULL);
+
+		/* Rounded up: never remove a claim too early. */
+		entry->seconds =
+			(idem_span_usecs(DatumGetIntervalP(values[Anum_consumer_retention - 1])) +
+			 USECS_PER_SEC - 1) / USECS_PER_SEC;
+	}
+	table_endscan(scan);
+	table_close(rel, AccessShareLock);
+	return declared;
+}
+
 /*
  * idem_keep_load
  *		Read how long claims are to be kept, into the current memory context.
  *
- * Caller provides a transaction with a snapshot.
+ * As of now, whatever snapshot the transaction has.
  */
 void
 idem_keep_load(IdemKeep *keep)
 {
-	static IdemStatement select = {
-		.sql = "SELECT i.id, c.retention FROM idem.inbox_consumer i"
-		" JOIN idem.consumer c ON c.name = i.name WHERE c.retention IS NOT NULL"
-	};
 	HASHCTL		ctl = {
 		.keysize = sizeof(int32),
 		.entrysize = sizeof(KeepEntry),
 		.hcxt = CurrentMemoryContext,
 	};
+	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
+	HTAB	   *declared = load_declared(snapshot);
+	Relation	rel = table_open(idem_rel(IDEM_REL_INBOX_CONSUMER), AccessShareLock);
+	TableScanDesc scan = table_beginscan(rel, snapshot, 0, NULL);
+	HASH_SEQ_STATUS seq;
+	DeclaredEntry *entry;
+	HeapTuple	row;
 
 	keep->by_id = hash_create("idem keep", 64, &ctl,
 							  HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
 	keep->other = keep->least = idem_inbox_retention;
 
-	SPI_connect();
-	idem_statement_run(&select, NULL, NULL);
-	for (uint64 i = 0; i < SPI_processed; i++)
+	while ((row = heap_getnext(scan, ForwardScanDirection)) != NULL)
 	{
-		HeapTuple	row = SPI_tuptable->vals[i];
-		TupleDesc	desc = SPI_tuptable->tupdesc;
-		bool		isnull;
-		int32		id = DatumGetInt32(SPI_getbinval(row, desc, 1, &isnull));
-		Interval   *span = DatumGetIntervalP(SPI_getbinval(row, desc, 2, &isnull));
-		KeepEntry  *entry = hash_search(keep->by_id, &id, HASH_ENTER, NULL);
+		Datum		values[Natts_inbox_consumer];
+		bool		isnull[Natts_inbox_consumer];
 
-		/* Rounded up: never remove a claim too early. */
-		entry->seconds = (idem_span_usecs(span) + USECS_PER_SEC - 1) / USECS_PER_SEC;
-		keep->least = Min(keep->least, entry->seconds);
+		heap_deform_tuple(row, RelationGetDescr(rel), values, isnull);
+		entry = hash_search(declared,
+							TextDatumGetCString(values[Anum_inbox_consumer_name - 1]),
+							HASH_FIND, NULL);
+		if (entry != NULL)
+		{
+			int32		id = DatumGetInt32(values[Anum_inbox_consumer_id - 1]);
+			KeepEntry  *kept = hash_search(keep->by_id, &id, HASH_ENTER, NULL);
+
+			kept->seconds = entry->seconds;
+		}
 	}
-	SPI_finish();
+	table_endscan(scan);
+	table_close(rel, AccessShareLock);
+
+	/* A consumer without claims may make some before we look again. */
+	hash_seq_init(&seq, declared);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+		keep->least = Min(keep->least, entry->seconds);
+	hash_destroy(declared);
+	UnregisterSnapshot(snapshot);
 }
 
 static int64
@@ -221,6 +278,7 @@ idem_sweep_forget(IdemSweep *sweep)
 {
 	for (int i = 0; i < sweep->nstretches; i++)
 		sweep->due[i] = 0;
+	sweep->checked_at = 0;
 }
 
 /* The first stretch at or after this one whose time has come, or -1. */

@@ -235,49 +235,40 @@ insert_others(IdemUnique *u, HeapTuple tup)
  * idem_unique_insert
  *		Insert a row under a key that a probe has just found free.
  *
- * If somebody else takes the key meanwhile, it is probed again.
+ * False if somebody else was quicker; the caller probes again.
  */
-IdemUniqueResult
-idem_unique_insert(IdemUnique *u, ScanKey keys, int nkeys,
-				   Datum *values, bool *isnull)
+bool
+idem_unique_insert(IdemUnique *u, Datum *values, bool *isnull)
 {
+	HeapTuple	tup = heap_form_tuple(RelationGetDescr(u->heap), values, isnull);
 	TransactionId xid = GetCurrentTransactionId();
-	IdemUniqueResult result;
+	uint32		token;
+	bool		unique;
 
 	if (u->info == NULL)
 		u->info = BuildIndexInfo(u->index);
 
-	do
-	{
-		HeapTuple	tup = heap_form_tuple(RelationGetDescr(u->heap),
-										  values, isnull);
-		uint32		token = SpeculativeInsertionLockAcquire(xid);
-		bool		unique;
+	/*
+	 * A speculative row can be taken back, and others wait for that decision
+	 * only, not for our transaction, so that two of us cannot deadlock here.
+	 */
+	token = SpeculativeInsertionLockAcquire(xid);
+	tup->t_tableOid = RelationGetRelid(u->heap);
+	HeapTupleHeaderSetSpeculativeToken(tup->t_data, token);
+	heap_insert(u->heap, tup, GetCurrentCommandId(true),
+				HEAP_INSERT_SPECULATIVE, NULL);
+	unique = index_insert(u->index, values, isnull, &tup->t_self, u->heap,
+						  UNIQUE_CHECK_PARTIAL, false, u->info);
+	if (unique)
+		heap_finish_speculative(u->heap, &tup->t_self);
+	else
+		heap_abort_speculative(u->heap, &tup->t_self);
+	SpeculativeInsertionLockRelease(xid);
 
-		/*
-		 * A speculative row can be taken back, and others wait for that
-		 * decision only, not for our transaction, so that two of us cannot
-		 * deadlock here.
-		 */
-		tup->t_tableOid = RelationGetRelid(u->heap);
-		HeapTupleHeaderSetSpeculativeToken(tup->t_data, token);
-		heap_insert(u->heap, tup, GetCurrentCommandId(true),
-					HEAP_INSERT_SPECULATIVE, NULL);
-		unique = index_insert(u->index, values, isnull, &tup->t_self, u->heap,
-							  UNIQUE_CHECK_PARTIAL, false, u->info);
-		if (unique)
-			heap_finish_speculative(u->heap, &tup->t_self);
-		else
-			heap_abort_speculative(u->heap, &tup->t_self);
-		SpeculativeInsertionLockRelease(xid);
-
-		if (unique && u->others != NIL)
-			insert_others(u, tup);
-		heap_freetuple(tup);
-		result = unique ? IDEM_INSERTED : idem_unique_probe(u, keys, nkeys);
-	} while (result == IDEM_FREE);
-
-	return result;
+	if (unique && u->others != NIL)
+		insert_others(u, tup);
+	heap_freetuple(tup);
+	return unique;
 }
 
 /*

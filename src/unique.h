@@ -19,7 +19,6 @@
 typedef enum IdemUniqueResult
 {
 	IDEM_FREE,					/* no such row */
-	IDEM_INSERTED,				/* the row is ours now */
 	IDEM_EXISTS,				/* a committed row, or one of our own */
 	IDEM_IN_FLIGHT				/* another transaction is at it */
 } IdemUniqueResult;
@@ -48,8 +47,7 @@ typedef struct IdemUnique
 extern void idem_unique_open(IdemUnique *u, Oid heap, Oid index,
 							 bool wait, bool wait_updater);
 extern IdemUniqueResult idem_unique_probe(IdemUnique *u, ScanKey keys, int nkeys);
-extern IdemUniqueResult idem_unique_insert(IdemUnique *u, ScanKey keys, int nkeys,
-										   Datum *values, bool *isnull);
+extern bool idem_unique_insert(IdemUnique *u, Datum *values, bool *isnull);
 extern bool idem_unique_await_updater(IdemUnique *u);
 extern void idem_unique_release(IdemUnique *u);
 extern void idem_unique_close(IdemUnique *u);

@@ -98,9 +98,10 @@ idem_version_advance(PG_FUNCTION_ARGS)
 		bool		null;
 
 		CHECK_FOR_INTERRUPTS();
-		if (idem_unique_probe(&reg, keys, 2) == IDEM_FREE &&
-			idem_unique_insert(&reg, keys, 2, values, isnull) == IDEM_INSERTED)
+		if (idem_unique_probe(&reg, keys, 2) == IDEM_FREE)
 		{
+			if (!idem_unique_insert(&reg, values, isnull))
+				continue;
 			status = "applied";
 			break;
 		}

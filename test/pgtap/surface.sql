@@ -4,7 +4,7 @@ SELECT plan(14);
 
 SELECT set_eq($$
 	SELECT p.proname::text FROM pg_proc p WHERE p.pronamespace = 'idem'::regnamespace
-$$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create', 'consumer_drop',
+$$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
 	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
 	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
 	'key_release', 'roles_create', 'stat_reset', 'stat_rows', 'version_advance',
