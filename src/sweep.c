@@ -3,8 +3,8 @@
  * sweep.c
  *		Finds expired claims without an index on their time.
  *
- * An index on the time would cost every claim more than a third of its price,
- * only to find rows once, a week later.  Claims lie in the table roughly in
+ * An index on the time would cost every claim a second index entry, only to
+ * find its row once, a week later.  Claims lie in the table roughly in
  * the order in which they came, so it is enough to know of every stretch of
  * the table when something in it expires next.  A stretch is read when that
  * time has come, and then known again; a claim that is written into it
