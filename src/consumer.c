@@ -39,9 +39,6 @@
 #include "launcher.h"
 #include "statement.h"
 
-/* Below this, a retention is likelier a mistake than a wish. */
-#define SHORT_RETENTION_SECONDS		3600
-
 static HTAB *consumers = NULL;
 static uint64 consumers_generation = 0;
 static IdemConsumer *latest = NULL;
@@ -306,7 +303,7 @@ retention_arg(FunctionCallInfo fcinfo, int arg, const text *name)
 	idem_check_span(retention, "retention");
 	if (DatumGetBool(DirectFunctionCall2(interval_lt,
 										 IntervalPGetDatum(retention),
-										 IntervalPGetDatum(idem_seconds_interval(SHORT_RETENTION_SECONDS)))))
+										 IntervalPGetDatum(idem_seconds_interval(IDEM_SHORT_RETENTION)))))
 		ereport(WARNING,
 				(errmsg("retention of consumer \"%s\" is shorter than an hour",
 						text_to_cstring(name)),

@@ -2,4 +2,4 @@
 \echo Use "CREATE EXTENSION idem" to load this file. \quit
 
 COMMENT ON SCHEMA idem IS
-	'inbox and outbox primitives: messaging that neither loses nor repeats';
+	'idempotent consumers, idempotency keys and version guards';

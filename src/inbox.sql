@@ -1,6 +1,7 @@
 
 --
--- The inbox: claims.
+-- The inbox: claims.  Their cost is high, so that in a WHERE clause cheaper
+-- conditions come first.
 --
 CREATE TABLE idem.inbox_claim (
 	key uuid NOT NULL,
@@ -22,25 +23,25 @@ CREATE TYPE idem.claim_status AS ENUM ('claimed', 'duplicate', 'in_flight', 'exp
 COMMENT ON TYPE idem.claim_status IS 'what came of a claim';
 
 CREATE FUNCTION idem.inbox_try_claim(consumer text, msg_id text) RETURNS boolean
-	AS 'MODULE_PATHNAME', 'idem_inbox_try_claim' LANGUAGE C VOLATILE PARALLEL UNSAFE;
+	AS 'MODULE_PATHNAME', 'idem_inbox_try_claim' LANGUAGE C VOLATILE PARALLEL UNSAFE COST 1000;
 COMMENT ON FUNCTION idem.inbox_try_claim(text, text) IS
 	'claim a message for a consumer; true for exactly one committed caller';
 
 CREATE FUNCTION idem.inbox_try_claim(consumer text, msg_id uuid) RETURNS boolean
-	AS 'MODULE_PATHNAME', 'idem_inbox_try_claim_uuid' LANGUAGE C VOLATILE PARALLEL UNSAFE;
+	AS 'MODULE_PATHNAME', 'idem_inbox_try_claim_uuid' LANGUAGE C VOLATILE PARALLEL UNSAFE COST 1000;
 COMMENT ON FUNCTION idem.inbox_try_claim(text, uuid) IS
 	'claim a message for a consumer; true for exactly one committed caller';
 
 CREATE FUNCTION idem.inbox_claim(consumer text, msg_id text,
 		wait boolean DEFAULT true, sent_at timestamptz DEFAULT NULL,
 		OUT status idem.claim_status, OUT first_seen timestamptz)
-	AS 'MODULE_PATHNAME', 'idem_inbox_claim' LANGUAGE C VOLATILE PARALLEL UNSAFE;
+	AS 'MODULE_PATHNAME', 'idem_inbox_claim' LANGUAGE C VOLATILE PARALLEL UNSAFE COST 1000;
 COMMENT ON FUNCTION idem.inbox_claim(text, text, boolean, timestamptz) IS
 	'claim a message for a consumer, and say what is known of it otherwise';
 
 CREATE FUNCTION idem.inbox_claim_batch(consumer text, msg_ids text[])
 	RETURNS TABLE (msg_id text, status idem.claim_status)
-	AS 'MODULE_PATHNAME', 'idem_inbox_claim_batch' LANGUAGE C VOLATILE PARALLEL UNSAFE;
+	AS 'MODULE_PATHNAME', 'idem_inbox_claim_batch' LANGUAGE C VOLATILE PARALLEL UNSAFE COST 1000;
 COMMENT ON FUNCTION idem.inbox_claim_batch(text, text[]) IS
 	'claim many messages at once; one row per element, in the same order';
 

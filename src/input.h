@@ -15,6 +15,9 @@
 #define IDEM_MAX_NAME	255
 #define IDEM_MAX_ID		1024
 
+/* Below this many seconds, a retention is likelier a mistake than a wish. */
+#define IDEM_SHORT_RETENTION	3600
+
 extern void idem_require(FunctionCallInfo fcinfo, int arg, const char *what);
 extern text *idem_name_arg(FunctionCallInfo fcinfo, int arg, const char *what);
 extern text *idem_id_arg(FunctionCallInfo fcinfo, int arg, const char *what);

@@ -18,9 +18,11 @@
 #include "catalog/pg_type.h"
 #include "executor/spi.h"
 #include "funcapi.h"
+#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
+#include "utils/fmgrprotos.h"
 #include "utils/timestamp.h"
 #include "utils/uuid.h"
 
@@ -78,6 +80,7 @@ typedef struct KeyRequest
 PG_FUNCTION_INFO_V1(idem_key_begin);
 PG_FUNCTION_INFO_V1(idem_key_complete);
 PG_FUNCTION_INFO_V1(idem_key_release);
+PG_FUNCTION_INFO_V1(idem_fingerprint);
 
 static void
 open_register(IdemUnique *reg, bool wait)
@@ -432,4 +435,20 @@ idem_key_release(PG_FUNCTION_ARGS)
 		idem_statement_run(&del, values, NULL);
 	SPI_finish();
 	PG_RETURN_BOOL(found);
+}
+
+/*
+ * fingerprint(request jsonb) returns bytea
+ *		SHA-256 of a request, in the one form in which jsonb is printed.
+ */
+Datum
+idem_fingerprint(PG_FUNCTION_ARGS)
+{
+	char	   *request;
+
+	idem_require(fcinfo, 0, "request");
+	request = DatumGetCString(DirectFunctionCall1(jsonb_out, PG_GETARG_DATUM(0)));
+	if (GetDatabaseEncoding() != PG_SQL_ASCII)
+		request = pg_server_to_any(request, strlen(request), PG_UTF8);
+	return DirectFunctionCall1(sha256_bytea, CStringGetTextDatum(request));
 }

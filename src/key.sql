@@ -54,8 +54,6 @@ COMMENT ON FUNCTION idem.key_release(text, text, uuid) IS
 	'give a key in flight back, so that the command can be tried again';
 
 CREATE FUNCTION idem.fingerprint(request jsonb) RETURNS bytea
-	LANGUAGE sql IMMUTABLE PARALLEL SAFE STRICT
-	SET search_path = pg_catalog, pg_temp
-	AS $$ SELECT sha256(convert_to($1::text, 'UTF8')) $$;
+	AS 'MODULE_PATHNAME', 'idem_fingerprint' LANGUAGE C IMMUTABLE PARALLEL SAFE;
 COMMENT ON FUNCTION idem.fingerprint(jsonb) IS
 	'fingerprint of a request in which the order of object keys does not matter';

@@ -42,6 +42,7 @@
 #include "utils/timestamp.h"
 
 #include "guc.h"
+#include "input.h"
 #include "launcher.h"
 #include "stat.h"
 #include "worker.h"
@@ -278,7 +279,7 @@ start_worker(int slot)
 			put_off(db, POLL_MS, "database is a template or allows no connections");
 		else if (!register_worker(oid, &handles[slot]))
 			put_off(db, NO_SLOT_RETRY_MS,
-					"no free background worker slot; increase max_worker_processes");
+					"no free background worker slot; increase max_worker_processes and restart the server");
 		else
 		{
 			db->state = IDEM_DB_STARTING;
@@ -416,13 +417,13 @@ describe_worker(IdemDatabase *db, const char **state, const char **reason)
 	else if (idem_workers->launcher == 0)
 	{
 		*state = "stopped";
-		*reason = "the launcher is not running; it starts again within a second, or see the server log";
+		*reason = "the launcher is not running; if it does not start within seconds, increase max_worker_processes and restart the server";
 	}
 	else if (db == NULL)
 	{
 		*state = "stopped";
 		*reason = idem_database_find(InvalidOid) == NULL ?
-			"all worker slots are taken; increase idem.max_databases" :
+			"all worker slots are taken; increase idem.max_databases and restart the server" :
 			"the launcher has not looked at this database yet";
 	}
 	else
@@ -437,6 +438,8 @@ describe_worker(IdemDatabase *db, const char **state, const char **reason)
 			*reason = pstrdup(db->reason);
 		else if (!idem_maintenance)
 			*reason = "idem.maintenance is off";
+		else if (idem_inbox_retention < IDEM_SHORT_RETENTION)
+			*reason = "idem.inbox_retention is shorter than an hour: what is redelivered later is processed again";
 	}
 }
 
