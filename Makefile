@@ -58,7 +58,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 090_readme
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

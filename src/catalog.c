@@ -11,6 +11,7 @@
  */
 #include "postgres.h"
 
+#include "access/table.h"
 #include "catalog/namespace.h"
 #include "commands/extension.h"
 #include "utils/inval.h"
@@ -22,14 +23,11 @@ static const char *const rel_names[IDEM_NUM_RELS] = {
 	[IDEM_REL_CONSUMER] = "consumer",
 	[IDEM_REL_CONSUMER_PKEY] = "consumer_pkey",
 	[IDEM_REL_INBOX_CLAIM] = "inbox_claim",
-	[IDEM_REL_INBOX_CLAIM_PKEY] = "inbox_claim_pkey",
 	[IDEM_REL_INBOX_CONSUMER] = "inbox_consumer",
 	[IDEM_REL_INBOX_CONSUMER_NAME] = "inbox_consumer_name",
 	[IDEM_REL_INBOX_CONSUMER_SEQ] = "inbox_consumer_id_seq",
 	[IDEM_REL_KEY] = "key",
-	[IDEM_REL_KEY_PKEY] = "key_pkey",
 	[IDEM_REL_VERSION] = "version",
-	[IDEM_REL_VERSION_PKEY] = "version_pkey",
 };
 
 static Oid	rel_oids[IDEM_NUM_RELS];
@@ -76,6 +74,23 @@ idem_rel(IdemRel which)
 					 errhint("Create the extension anew; its tables must not be dropped one by one.")));
 	}
 	return rel_oids[which];
+}
+
+/*
+ * idem_rel_open
+ *		Open one of our tables.
+ *
+ * An oid found before we have the lock may be that of a table that is gone;
+ * once we have waited for the lock, we have heard of it.
+ */
+Relation
+idem_rel_open(IdemRel which, LOCKMODE lockmode)
+{
+	Relation	rel = try_table_open(idem_rel(which), lockmode);
+
+	if (rel == NULL)
+		rel = table_open(idem_rel(which), lockmode);
+	return rel;
 }
 
 /* Whether this database has the extension.  Needs a transaction. */

@@ -8,24 +8,25 @@
 #ifndef IDEM_CATALOG_H
 #define IDEM_CATALOG_H
 
+#include "storage/lockdefs.h"
+#include "utils/relcache.h"
+
 typedef enum IdemRel
 {
 	IDEM_REL_CONSUMER,
 	IDEM_REL_CONSUMER_PKEY,
 	IDEM_REL_INBOX_CLAIM,
-	IDEM_REL_INBOX_CLAIM_PKEY,
 	IDEM_REL_INBOX_CONSUMER,
 	IDEM_REL_INBOX_CONSUMER_NAME,
 	IDEM_REL_INBOX_CONSUMER_SEQ,
 	IDEM_REL_KEY,
-	IDEM_REL_KEY_PKEY,
-	IDEM_REL_VERSION,
-	IDEM_REL_VERSION_PKEY
+	IDEM_REL_VERSION
 } IdemRel;
 
-#define IDEM_NUM_RELS (IDEM_REL_VERSION_PKEY + 1)
+#define IDEM_NUM_RELS (IDEM_REL_VERSION + 1)
 
 extern Oid	idem_rel(IdemRel which);
+extern Relation idem_rel_open(IdemRel which, LOCKMODE lockmode);
 extern bool idem_installed(void);
 extern uint64 idem_catalog_generation(void);
 

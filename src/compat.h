@@ -14,6 +14,7 @@
 
 #include "access/genam.h"
 #include "access/transam.h"
+#include "utils/relcache.h"
 
 #if PG_VERSION_NUM >= 180000
 #define idem_index_beginscan(heap, index, snapshot, nkeys) \
@@ -21,6 +22,12 @@
 #else
 #define idem_index_beginscan(heap, index, snapshot, nkeys) \
 	index_beginscan(heap, index, snapshot, nkeys, 0)
+#endif
+
+#if PG_VERSION_NUM >= 180000
+#define idem_primary_key_index(rel) RelationGetPrimaryKeyIndex(rel, false)
+#else
+#define idem_primary_key_index(rel) RelationGetPrimaryKeyIndex(rel)
 #endif
 
 #if PG_VERSION_NUM >= 160000

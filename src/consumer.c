@@ -19,7 +19,6 @@
 #include "access/htup_details.h"
 #include "access/table.h"
 #include "access/xact.h"
-#include "catalog/indexing.h"
 #include "catalog/pg_type.h"
 #include "commands/sequence.h"
 #include "commands/trigger.h"
@@ -38,6 +37,7 @@
 #include "guc.h"
 #include "launcher.h"
 #include "statement.h"
+#include "unique.h"
 
 static HTAB *consumers = NULL;
 static uint64 consumers_generation = 0;
@@ -167,7 +167,7 @@ static bool
 fetch_by_name(IdemRel rel, IdemRel index, AttrNumber attno, const char *name,
 			  Snapshot snapshot, Datum *values, bool *isnull)
 {
-	Relation	heap = table_open(idem_rel(rel), AccessShareLock);
+	Relation	heap = idem_rel_open(rel, AccessShareLock);
 	ScanKeyData key;
 	SysScanDesc scan;
 	HeapTuple	tup;
@@ -225,9 +225,8 @@ idem_consumer_id(IdemConsumer *consumer)
 	id = (int32) nextval_internal(idem_rel(IDEM_REL_INBOX_CONSUMER_SEQ), false);
 	values[Anum_inbox_consumer_id - 1] = Int32GetDatum(id);
 	values[Anum_inbox_consumer_name - 1] = CStringGetTextDatum(consumer->name);
-	heap = table_open(idem_rel(IDEM_REL_INBOX_CONSUMER), RowExclusiveLock);
-	CatalogTupleInsert(heap, heap_form_tuple(RelationGetDescr(heap),
-											 values, isnull));
+	heap = idem_rel_open(IDEM_REL_INBOX_CONSUMER, RowExclusiveLock);
+	idem_insert_row(heap, values, isnull);
 	table_close(heap, NoLock);
 
 	slist_push_head(&uncommitted, &consumer->uncommitted);

@@ -243,8 +243,7 @@ claim_time(void)
 static void
 open_register(IdemUnique *reg, bool wait)
 {
-	idem_unique_open(reg, idem_rel(IDEM_REL_INBOX_CLAIM),
-					 idem_rel(IDEM_REL_INBOX_CLAIM_PKEY), wait, false);
+	idem_unique_open(reg, IDEM_REL_INBOX_CLAIM, wait, false);
 }
 
 /*

@@ -85,8 +85,7 @@ PG_FUNCTION_INFO_V1(idem_fingerprint);
 static void
 open_register(IdemUnique *reg, bool wait)
 {
-	idem_unique_open(reg, idem_rel(IDEM_REL_KEY), idem_rel(IDEM_REL_KEY_PKEY),
-					 wait, true);
+	idem_unique_open(reg, IDEM_REL_KEY, wait, true);
 }
 
 static void
@@ -342,13 +341,25 @@ lock_in_flight(KeyRequest *req, bool have_token, Datum token)
 	Datum		values[2] = {PointerGetDatum(req->scope), PointerGetDatum(req->key)};
 	Datum		held;
 	bool		isnull;
-	IdemUnique	reg;
+	bool		locked;
+	bool		exists;
 
-	/* A row that our snapshot does not see is a serialization failure. */
-	open_register(&reg, true);
-	(void) idem_unique_probe(&reg, req->scankeys, 2);
-	idem_unique_close(&reg);
-	if (idem_statement_run(&select, values, NULL) == 0)
+	/*
+	 * What we say of a row must rest on a commit that is on disk, and a row
+	 * that our snapshot does not see is a serialization failure: the probe
+	 * takes care of both.
+	 */
+	do
+	{
+		IdemUnique	reg;
+
+		CHECK_FOR_INTERRUPTS();
+		locked = idem_statement_run(&select, values, NULL) == 1;
+		open_register(&reg, true);
+		exists = idem_unique_probe(&reg, req->scankeys, 2) != IDEM_FREE;
+		idem_unique_close(&reg);
+	} while (exists && !locked);
+	if (!locked)
 		return false;
 
 	if (DatumGetBool(SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc,

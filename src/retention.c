@@ -213,7 +213,7 @@ prepare_sweep(IdemSweep *sweep)
 	idem_keep_load(&keep);
 	MemoryContextSwitchTo(old);
 
-	rel = table_open(idem_rel(IDEM_REL_INBOX_CLAIM), AccessShareLock);
+	rel = idem_rel_open(IDEM_REL_INBOX_CLAIM, AccessShareLock);
 	if (sweep->keep.by_id != NULL && idem_keep_shorter(&keep, &sweep->keep))
 		idem_sweep_forget(sweep);
 	idem_sweep_measure(sweep, RelationGetNumberOfBlocks(rel));
@@ -327,7 +327,8 @@ database_has_extension(void)
 	tup = SearchSysCache1(DATABASEOID, ObjectIdGetDatum(MyDatabaseId));
 	if (HeapTupleIsValid(tup))
 	{
-		result &= !((Form_pg_database) GETSTRUCT(tup))->datistemplate;
+		result &= ((Form_pg_database) GETSTRUCT(tup))->datallowconn &&
+			!((Form_pg_database) GETSTRUCT(tup))->datistemplate;
 		ReleaseSysCache(tup);
 	}
 	end_transaction();

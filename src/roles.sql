@@ -2,9 +2,6 @@
 --
 -- Rights.  Nothing is for everybody; roles_create() makes the usual roles.
 --
-REVOKE ALL ON ALL TABLES IN SCHEMA idem FROM PUBLIC;
-REVOKE ALL ON ALL SEQUENCES IN SCHEMA idem FROM PUBLIC;
-
 CREATE FUNCTION idem.roles_create() RETURNS void
 	LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
 	SET search_path = pg_catalog, pg_temp
@@ -54,4 +51,27 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 COMMENT ON FUNCTION idem.roles_create() IS
 	'create the roles idem_producer, idem_consumer and idem_operator, and grant them their rights in this database';
 
-REVOKE ALL ON ALL FUNCTIONS IN SCHEMA idem FROM PUBLIC;
+-- What functions give to PUBLIC, and what default privileges give to whomever.
+DO $$
+DECLARE
+	statement text;
+BEGIN
+	FOR statement IN
+		SELECT pg_catalog.format('REVOKE ALL ON %s FROM %s', o.object,
+					CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE a.grantee::regrole::text END)
+		FROM (SELECT 'SCHEMA idem' AS object, nspowner AS owner, nspacl AS acl
+			  FROM pg_catalog.pg_namespace WHERE nspname = 'idem'
+			  UNION ALL
+			  SELECT pg_catalog.format(CASE relkind WHEN 'S' THEN 'SEQUENCE idem.%I' ELSE 'TABLE idem.%I' END, relname), relowner, relacl
+			  FROM pg_catalog.pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'v', 'S')
+			  UNION ALL
+			  SELECT pg_catalog.format('FUNCTION %s', oid::regprocedure), proowner,
+					 coalesce(proacl, pg_catalog.acldefault('f', proowner))
+			  FROM pg_catalog.pg_proc WHERE pronamespace = 'idem'::regnamespace) o,
+			 pg_catalog.aclexplode(o.acl) a
+		WHERE a.grantee <> o.owner
+		GROUP BY o.object, a.grantee
+	LOOP
+		EXECUTE statement;
+	END LOOP;
+END $$;

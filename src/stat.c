@@ -20,6 +20,7 @@
 #include "miscadmin.h"
 #include "pgstat.h"
 #include "port/atomics.h"
+#include "port/pg_crc32c.h"
 #include "storage/fd.h"
 #include "storage/ipc.h"
 #include "storage/lwlock.h"
@@ -59,6 +60,13 @@ typedef struct IdemStatRecord
 	TimestampTz since;
 	uint64		count[IDEM_STAT_COLUMNS];
 } IdemStatRecord;
+
+typedef struct IdemStatHeader
+{
+	uint32		magic;
+	uint32		record_size;
+	uint32		nrecords;
+} IdemStatHeader;
 
 typedef struct IdemStatShared
 {
@@ -110,38 +118,71 @@ enter(const IdemStatKey *key)
 	return entry;
 }
 
+/*
+ * Does the rest of the file consist of whole records, with the right checksum
+ * at its end?  Leaves the file where it was.
+ */
+static bool
+file_is_sound(FILE *file, uint32 nrecords)
+{
+	long		start = ftell(file);
+	IdemStatRecord record;
+	pg_crc32c	crc;
+	pg_crc32c	stored;
+	bool		sound;
+
+	INIT_CRC32C(crc);
+	for (uint32 i = 0; i < nrecords; i++)
+	{
+		if (fread(&record, sizeof(record), 1, file) != 1)
+			return false;
+		COMP_CRC32C(crc, &record, sizeof(record));
+	}
+	FIN_CRC32C(crc);
+	sound = fread(&stored, sizeof(stored), 1, file) == 1 &&
+		EQ_CRC32C(stored, crc) && fgetc(file) == EOF;
+	return fseek(file, start, SEEK_SET) == 0 && sound;
+}
+
 /* Read what the last clean shutdown left; a file that is not ours is no harm. */
 static void
 read_figures(void)
 {
 	FILE	   *file = AllocateFile(STAT_FILE, PG_BINARY_R);
-	uint32		magic;
+	IdemStatHeader header;
 	IdemStatRecord record;
 
 	if (file == NULL)
 		return;
 
-	if (fread(&magic, sizeof(magic), 1, file) == 1 && magic == STAT_MAGIC)
+	if (fread(&header, sizeof(header), 1, file) == 1 &&
+		header.magic == STAT_MAGIC && header.record_size == sizeof(record) &&
+		file_is_sound(file, header.nrecords))
 	{
-		while (fread(&record, sizeof(record), 1, file) == 1)
+		while (header.nrecords-- > 0 &&
+			   fread(&record, sizeof(record), 1, file) == 1)
 		{
 			IdemStatEntry *entry = NULL;
 
 			if (OidIsValid(record.key.database))
 				entry = enter(&record.key);
 			if (entry == NULL)
-				entry = &shared->other[record.key.kind == IDEM_STAT_SCOPE];
+				entry = &shared->other[record.key.kind];
 			entry->since = record.since;
 			for (int i = 0; i < IDEM_STAT_COLUMNS; i++)
 				pg_atomic_fetch_add_u64(&entry->count[i], record.count[i]);
 		}
 	}
+	else
+		ereport(LOG,
+				(errcode(ERRCODE_DATA_CORRUPTED),
+				 errmsg("ignoring file \"%s\": it is not intact", STAT_FILE)));
 	FreeFile(file);
 	unlink(STAT_FILE);
 }
 
 static bool
-write_entry(FILE *file, IdemStatEntry *entry)
+write_entry(FILE *file, IdemStatEntry *entry, pg_crc32c *crc)
 {
 	IdemStatRecord record;
 
@@ -150,6 +191,7 @@ write_entry(FILE *file, IdemStatEntry *entry)
 	record.since = entry->since;
 	for (int i = 0; i < IDEM_STAT_COLUMNS; i++)
 		record.count[i] = pg_atomic_read_u64(&entry->count[i]);
+	COMP_CRC32C(*crc, &record, sizeof(record));
 	return fwrite(&record, sizeof(record), 1, file) == 1;
 }
 
@@ -160,21 +202,29 @@ write_figures(int code, Datum arg pg_attribute_unused())
 	HASH_SEQ_STATUS seq;
 	IdemStatEntry *entry;
 	FILE	   *file;
-	uint32		magic = STAT_MAGIC;
+	IdemStatHeader header = {
+		.magic = STAT_MAGIC,
+		.record_size = sizeof(IdemStatRecord),
+	};
+	pg_crc32c	crc;
 	bool		ok;
 
 	if (code != 0 || shared == NULL)
 		return;
 
 	file = AllocateFile(STAT_FILE ".tmp", PG_BINARY_W);
+	header.nrecords = 2 + hash_get_num_entries(entries);
+	INIT_CRC32C(crc);
 	ok = file != NULL &&
-		fwrite(&magic, sizeof(magic), 1, file) == 1 &&
-		write_entry(file, &shared->other[IDEM_STAT_CONSUMER]) &&
-		write_entry(file, &shared->other[IDEM_STAT_SCOPE]);
+		fwrite(&header, sizeof(header), 1, file) == 1 &&
+		write_entry(file, &shared->other[IDEM_STAT_CONSUMER], &crc) &&
+		write_entry(file, &shared->other[IDEM_STAT_SCOPE], &crc);
 
 	hash_seq_init(&seq, entries);
 	while ((entry = hash_seq_search(&seq)) != NULL)
-		ok = ok && write_entry(file, entry);
+		ok = ok && write_entry(file, entry, &crc);
+	FIN_CRC32C(crc);
+	ok = ok && fwrite(&crc, sizeof(crc), 1, file) == 1;
 
 	if (file != NULL && FreeFile(file) != 0)
 		ok = false;

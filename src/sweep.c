@@ -66,7 +66,7 @@ load_declared(Snapshot snapshot)
 	};
 	HTAB	   *declared = hash_create("idem declared", 64, &ctl,
 									   HASH_ELEM | HASH_STRINGS | HASH_CONTEXT);
-	Relation	rel = table_open(idem_rel(IDEM_REL_CONSUMER), AccessShareLock);
+	Relation	rel = idem_rel_open(IDEM_REL_CONSUMER, AccessShareLock);
 	TableScanDesc scan = table_beginscan(rel, snapshot, 0, NULL);
 	HeapTuple	row;
 
@@ -109,7 +109,7 @@ idem_keep_load(IdemKeep *keep)
 	};
 	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
 	HTAB	   *declared = load_declared(snapshot);
-	Relation	rel = table_open(idem_rel(IDEM_REL_INBOX_CONSUMER), AccessShareLock);
+	Relation	rel = idem_rel_open(IDEM_REL_INBOX_CONSUMER, AccessShareLock);
 	TableScanDesc scan = table_beginscan(rel, snapshot, 0, NULL);
 	HASH_SEQ_STATUS seq;
 	DeclaredEntry *entry;
@@ -185,7 +185,7 @@ int64
 idem_sweep_blocks(BlockNumber start, BlockNumber n, const IdemKeep *keep,
 				  int64 limit, int64 *next_due)
 {
-	Relation	rel = table_open(idem_rel(IDEM_REL_INBOX_CLAIM), RowExclusiveLock);
+	Relation	rel = idem_rel_open(IDEM_REL_INBOX_CLAIM, RowExclusiveLock);
 	TupleDesc	desc = RelationGetDescr(rel);
 	Snapshot	snapshot = GetActiveSnapshot();
 	BlockNumber nblocks = RelationGetNumberOfBlocks(rel);

@@ -41,16 +41,30 @@
  * wait_updater: also for one that is changing or removing the row.
  */
 void
-idem_unique_open(IdemUnique *u, Oid heap, Oid index, bool wait, bool wait_updater)
+idem_unique_open(IdemUnique *u, IdemRel which, bool wait, bool wait_updater)
 {
+	Oid			index;
 	List	   *indexes;
 
 	memset(u, 0, sizeof(IdemUnique));
 	u->wait = wait;
 	u->wait_updater = wait_updater;
-	u->heap = table_open(heap, RowExclusiveLock);
-	u->index = index_open(index, RowExclusiveLock);
+	u->heap = idem_rel_open(which, RowExclusiveLock);
 	InitDirtySnapshot(u->dirty);
+
+	/*
+	 * Only now that we have the lock: REINDEX CONCURRENTLY puts another index
+	 * into the place of the old one, and drops that when all who might know
+	 * no better have gone.
+	 */
+	index = idem_primary_key_index(u->heap);
+	if (!OidIsValid(index))
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_OBJECT),
+				 errmsg("table \"idem.%s\" has no valid primary key",
+						RelationGetRelationName(u->heap)),
+				 errhint("Restore it with REINDEX; nothing can be claimed without it.")));
+	u->index = index_open(index, RowExclusiveLock);
 
 	/* An index that a DBA added must be kept up as well. */
 	indexes = RelationGetIndexList(u->heap);
@@ -192,22 +206,21 @@ idem_unique_await_updater(IdemUnique *u)
 	return true;
 }
 
-/* Keep up the indexes that are not ours. */
+/* Enter a new row into some indexes, whatever their kind. */
 static void
-insert_others(IdemUnique *u, HeapTuple tup)
+insert_index_entries(Relation heap, List *indexes, HeapTuple tup)
 {
-	TupleTableSlot *slot = MakeSingleTupleTableSlot(RelationGetDescr(u->heap),
+	TupleTableSlot *slot = MakeSingleTupleTableSlot(RelationGetDescr(heap),
 													&TTSOpsHeapTuple);
+	EState	   *estate = CreateExecutorState();
 	ListCell   *lc;
 
-	if (u->estate == NULL)
-		u->estate = CreateExecutorState();
 	ExecStoreHeapTuple(tup, slot, false);
 	slot->tts_tid = tup->t_self;
-	slot->tts_tableOid = RelationGetRelid(u->heap);
-	GetPerTupleExprContext(u->estate)->ecxt_scantuple = slot;
+	slot->tts_tableOid = RelationGetRelid(heap);
+	GetPerTupleExprContext(estate)->ecxt_scantuple = slot;
 
-	foreach(lc, u->others)
+	foreach(lc, indexes)
 	{
 		Relation	index = index_open(lfirst_oid(lc), RowExclusiveLock);
 		IndexInfo  *info = BuildIndexInfo(index);
@@ -215,11 +228,11 @@ insert_others(IdemUnique *u, HeapTuple tup)
 		bool		isnull[INDEX_MAX_KEYS];
 
 		if (info->ii_ReadyForInserts &&
-			ExecQual(ExecPrepareQual(info->ii_Predicate, u->estate),
-					 GetPerTupleExprContext(u->estate)))
+			ExecQual(ExecPrepareQual(info->ii_Predicate, estate),
+					 GetPerTupleExprContext(estate)))
 		{
-			FormIndexDatum(info, slot, u->estate, values, isnull);
-			index_insert(index, values, isnull, &tup->t_self, u->heap,
+			FormIndexDatum(info, slot, estate, values, isnull);
+			index_insert(index, values, isnull, &tup->t_self, heap,
 						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
 						 false, info);
 			idem_index_insert_cleanup(index, info);
@@ -227,8 +240,22 @@ insert_others(IdemUnique *u, HeapTuple tup)
 		index_close(index, NoLock);
 	}
 
-	ResetPerTupleExprContext(u->estate);
 	ExecDropSingleTupleTableSlot(slot);
+	FreeExecutorState(estate);
+}
+
+/*
+ * idem_insert_row
+ *		Insert a row into a table about whose keys there is no doubt.
+ */
+void
+idem_insert_row(Relation heap, Datum *values, bool *isnull)
+{
+	HeapTuple	tup = heap_form_tuple(RelationGetDescr(heap), values, isnull);
+
+	simple_heap_insert(heap, tup);
+	insert_index_entries(heap, RelationGetIndexList(heap), tup);
+	heap_freetuple(tup);
 }
 
 /*
@@ -266,7 +293,7 @@ idem_unique_insert(IdemUnique *u, Datum *values, bool *isnull)
 	SpeculativeInsertionLockRelease(xid);
 
 	if (unique && u->others != NIL)
-		insert_others(u, tup);
+		insert_index_entries(u->heap, u->others, tup);
 	heap_freetuple(tup);
 	return unique;
 }
@@ -281,8 +308,6 @@ idem_unique_close(IdemUnique *u)
 	idem_unique_release(u);
 	if (u->existing != NULL)
 		ExecDropSingleTupleTableSlot(u->existing);
-	if (u->estate != NULL)
-		FreeExecutorState(u->estate);
 	index_close(u->index, NoLock);
 	table_close(u->heap, NoLock);
 }

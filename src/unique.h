@@ -16,6 +16,8 @@
 #include "utils/rel.h"
 #include "utils/snapmgr.h"
 
+#include "catalog.h"
+
 typedef enum IdemUniqueResult
 {
 	IDEM_FREE,					/* no such row */
@@ -40,16 +42,17 @@ typedef struct IdemUnique
 	SnapshotData dirty;
 	IndexScanDesc scan;
 	IndexInfo  *info;
-	List	   *others;
-	EState	   *estate;
+	List	   *others;			/* indexes that somebody added */
 } IdemUnique;
 
-extern void idem_unique_open(IdemUnique *u, Oid heap, Oid index,
+extern void idem_unique_open(IdemUnique *u, IdemRel which,
 							 bool wait, bool wait_updater);
 extern IdemUniqueResult idem_unique_probe(IdemUnique *u, ScanKey keys, int nkeys);
 extern bool idem_unique_insert(IdemUnique *u, Datum *values, bool *isnull);
 extern bool idem_unique_await_updater(IdemUnique *u);
 extern void idem_unique_release(IdemUnique *u);
 extern void idem_unique_close(IdemUnique *u);
+
+extern void idem_insert_row(Relation heap, Datum *values, bool *isnull);
 
 #endif							/* IDEM_UNIQUE_H */

@@ -90,8 +90,7 @@ idem_version_advance(PG_FUNCTION_ARGS)
 	values[Anum_version_advanced_at - 1] = TimestampTzGetDatum(GetCurrentTimestamp());
 
 	SPI_connect();
-	idem_unique_open(&reg, idem_rel(IDEM_REL_VERSION),
-					 idem_rel(IDEM_REL_VERSION_PKEY), true, false);
+	idem_unique_open(&reg, IDEM_REL_VERSION, true, false);
 	for (;;)
 	{
 		int64		current;
