@@ -16,9 +16,52 @@
 #include "access/xact.h"
 #include "access/xlog.h"
 #include "storage/lwlock.h"
+#include "utils/snapmgr.h"
 
 #include "compat.h"
 #include "durable.h"
+
+/*
+ * Whatever finished before this transaction id is on disk; and the next such
+ * id, of which that holds once the log is flushed up to a place.
+ */
+static TransactionId durable_before = InvalidTransactionId;
+static TransactionId next_before = InvalidTransactionId;
+static XLogRecPtr next_flush = InvalidXLogRecPtr;
+
+/*
+ * Is this transaction long since on disk?  Most are, and to find out from the
+ * commit log takes a lock that all committing sessions want.
+ *
+ * What precedes the xmin of a snapshot has ended, and has written its commit
+ * record before the place where the log ends now.
+ */
+static bool
+is_old(TransactionId xid)
+{
+	TransactionId xmin = GetActiveSnapshot()->xmin;
+
+	/* Transaction ids come round again while a session sleeps. */
+	if (TransactionIdIsValid(durable_before) &&
+		TransactionIdPrecedes(xmin, durable_before))
+		durable_before = InvalidTransactionId;
+
+	if (TransactionIdIsValid(next_before) && !XLogNeedsFlush(next_flush))
+	{
+		durable_before = next_before;
+		next_before = InvalidTransactionId;
+	}
+	if (TransactionIdIsValid(durable_before) &&
+		TransactionIdPrecedes(xid, durable_before))
+		return true;
+
+	if (!TransactionIdIsValid(next_before))
+	{
+		next_before = xmin;
+		next_flush = GetXLogInsertRecPtr();
+	}
+	return false;
+}
 
 /*
  * idem_ensure_durable
@@ -34,7 +77,7 @@ idem_ensure_durable(HeapTupleHeader row)
 	XLogRecPtr	lsn = InvalidXLogRecPtr;
 
 	if (!TransactionIdIsNormal(xid) ||
-		TransactionIdIsCurrentTransactionId(xid))
+		TransactionIdIsCurrentTransactionId(xid) || is_old(xid))
 		return;
 
 	if (!HeapTupleHeaderXminFrozen(row))
