@@ -44,6 +44,14 @@ SELECT consumer, count(*) FROM idem.inbox GROUP BY consumer ORDER BY consumer;
 SELECT idem.inbox_try_claim('undeclared', '1');
 COMMIT;
 
+-- a month is 30 days for everybody: what is removed after 360 is not known after 362
+SELECT idem.consumer_create('months', '12 months');
+UPDATE idem.consumer SET horizon_floor = NULL WHERE name = 'months';
+SELECT status FROM idem.inbox_claim('months', 'm1', sent_at => now() - interval '8688 hours');
+SELECT idem.consumer_alter('months', '24 months');
+SELECT status FROM idem.inbox_claim('months', 'm1', sent_at => now() - interval '8688 hours');
+SELECT status FROM idem.inbox_claim('months', 'm1', sent_at => now() - interval '8592 hours');
+
 -- dropped and created anew in one session
 DROP EXTENSION idem;
 CREATE EXTENSION idem;
