@@ -32,6 +32,7 @@ OBJS = \
 	src/version.o \
 	src/stat.o \
 	src/worker.o \
+	src/wake.o \
 	src/launcher.o \
 	src/database.o \
 	src/sweep.o \

@@ -37,6 +37,12 @@
 #endif
 
 #if PG_VERSION_NUM >= 170000
+#define idem_my_procno() GetNumberFromPGProc(MyProc)
+#else
+#define idem_my_procno() (MyProc->pgprocno)
+#endif
+
+#if PG_VERSION_NUM >= 170000
 #define idem_oldest_clog_xid() (TransamVariables->oldestClogXid)
 #define idem_index_insert_cleanup(index, info) index_insert_cleanup(index, info)
 #else

@@ -16,6 +16,7 @@
 #include "guc.h"
 #include "launcher.h"
 #include "stat.h"
+#include "wake.h"
 #include "worker.h"
 
 PG_MODULE_MAGIC;
@@ -32,6 +33,7 @@ on_shmem_request(void)
 		next_shmem_request();
 	idem_stat_request();
 	idem_worker_request();
+	idem_wake_request();
 }
 
 static void
@@ -41,6 +43,7 @@ on_shmem_startup(void)
 		next_shmem_startup();
 	idem_stat_startup();
 	idem_worker_startup();
+	idem_wake_startup();
 }
 
 /*

@@ -1,0 +1,238 @@
+/*-------------------------------------------------------------------------
+ *
+ * wake.c
+ *		How sessions that enqueue meet the relay of their database.
+ *
+ * A few words of shared memory per database: whether its relay sleeps, and
+ * which segment of the log is in use.  A commit wakes the relay only if that
+ * sleeps, so that under load nobody signals anybody.
+ *
+ * All of this is a hint.  A wake-up that gets lost costs one poll interval,
+ * and a message may lie in any segment.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/xact.h"
+#include "miscadmin.h"
+#include "port/atomics.h"
+#include "storage/ipc.h"
+#include "storage/latch.h"
+#include "storage/lwlock.h"
+#include "storage/proc.h"
+#include "storage/shmem.h"
+
+#include "compat.h"
+#include "guc.h"
+#include "wake.h"
+
+typedef struct WakeSlot
+{
+	pg_atomic_uint32 database;	/* InvalidOid: never used */
+	pg_atomic_uint32 sleeping;
+	pg_atomic_uint32 segment;
+	int			procno;			/* of the relay, or -1 */
+} WakeSlot;
+
+typedef struct WakeShared
+{
+	LWLock	   *lock;			/* for taking a slot */
+	int			nslots;
+	WakeSlot	slots[FLEXIBLE_ARRAY_MEMBER];
+} WakeShared;
+
+static WakeShared *shared = NULL;
+static WakeSlot *my_slot = NULL;
+static bool enqueued = false;
+
+static Size
+shared_size(void)
+{
+	return add_size(offsetof(WakeShared, slots),
+					mul_size(idem_max_databases, sizeof(WakeSlot)));
+}
+
+void
+idem_wake_request(void)
+{
+	RequestAddinShmemSpace(shared_size());
+	RequestNamedLWLockTranche("idem_wake", 1);
+}
+
+/* The slot of this database, or NULL if it has none yet. */
+static WakeSlot *
+find_slot(void)
+{
+	if (shared == NULL)
+		return NULL;
+	if (my_slot != NULL &&
+		pg_atomic_read_u32(&my_slot->database) == MyDatabaseId)
+		return my_slot;
+	my_slot = NULL;
+	for (int i = 0; i < shared->nslots; i++)
+	{
+		if (pg_atomic_read_u32(&shared->slots[i].database) == MyDatabaseId)
+		{
+			my_slot = &shared->slots[i];
+			break;
+		}
+	}
+	return my_slot;
+}
+
+/*
+ * idem_wake_now
+ *		Wake the relay of this database, if it sleeps.
+ *
+ * What it is to find must be visible before.
+ */
+void
+idem_wake_now(void)
+{
+	WakeSlot   *slot = find_slot();
+
+	if (slot == NULL)
+		return;
+	pg_memory_barrier();
+	if (pg_atomic_read_u32(&slot->sleeping) != 0 &&
+		pg_atomic_exchange_u32(&slot->sleeping, 0) != 0)
+	{
+		int			procno = slot->procno;
+
+		if (procno >= 0)
+			SetLatch(&GetPGProcByNumber(procno)->procLatch);
+	}
+}
+
+static void
+on_xact_end(XactEvent event, void *arg pg_attribute_unused())
+{
+	if (!enqueued || event == XACT_EVENT_PRE_COMMIT ||
+		event == XACT_EVENT_PRE_PREPARE)
+		return;
+	enqueued = false;
+	if (event == XACT_EVENT_COMMIT)
+		idem_wake_now();
+}
+
+void
+idem_wake_startup(void)
+{
+	bool		found;
+
+	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	shared = ShmemInitStruct("idem_wake", shared_size(), &found);
+	if (!found)
+	{
+		shared->lock = &GetNamedLWLockTranche("idem_wake")->lock;
+		shared->nslots = idem_max_databases;
+		for (int i = 0; i < shared->nslots; i++)
+		{
+			WakeSlot   *slot = &shared->slots[i];
+
+			pg_atomic_init_u32(&slot->database, InvalidOid);
+			pg_atomic_init_u32(&slot->sleeping, 0);
+			pg_atomic_init_u32(&slot->segment, 0);
+			slot->procno = -1;
+		}
+	}
+	LWLockRelease(AddinShmemInitLock);
+	RegisterXactCallback(on_xact_end, NULL);
+}
+
+/* The segment to write to. */
+int
+idem_wake_segment(void)
+{
+	WakeSlot   *slot = find_slot();
+
+	return slot == NULL ? 0 : (int) pg_atomic_read_u32(&slot->segment);
+}
+
+/* This transaction has enqueued something: wake the relay when it commits. */
+void
+idem_wake_enqueued(void)
+{
+	enqueued = true;
+}
+
+static void
+detach(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
+{
+	if (my_slot == NULL)
+		return;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	pg_atomic_write_u32(&my_slot->sleeping, 0);
+	my_slot->procno = -1;
+	LWLockRelease(shared->lock);
+}
+
+/*
+ * idem_wake_attach
+ *		Make this process the one that is woken.
+ *
+ * There are as many slots as databases with workers; one that belonged to a
+ * database that has no relay any more may be taken over.
+ */
+void
+idem_wake_attach(void)
+{
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	if (find_slot() == NULL)
+	{
+		for (int pass = 0; pass < 2 && my_slot == NULL; pass++)
+		{
+			for (int i = 0; i < shared->nslots && my_slot == NULL; i++)
+			{
+				WakeSlot   *slot = &shared->slots[i];
+
+				if (slot->procno < 0 &&
+					(pass > 0 ||
+					 pg_atomic_read_u32(&slot->database) == InvalidOid))
+					my_slot = slot;
+			}
+		}
+		if (my_slot != NULL)
+		{
+			pg_atomic_write_u32(&my_slot->segment, 0);
+			pg_atomic_write_u32(&my_slot->database, MyDatabaseId);
+		}
+	}
+	if (my_slot != NULL)
+	{
+		my_slot->procno = idem_my_procno();
+		before_shmem_exit(detach, (Datum) 0);
+	}
+	LWLockRelease(shared->lock);
+}
+
+/*
+ * idem_wake_prepare_sleep
+ *		Announce that the relay is about to sleep.
+ *
+ * After this the caller looks once more whether there is anything to do:
+ * whoever commits later sees the announcement.
+ */
+void
+idem_wake_prepare_sleep(void)
+{
+	if (my_slot == NULL)
+		return;
+	pg_atomic_write_u32(&my_slot->sleeping, 1);
+	pg_memory_barrier();
+}
+
+void
+idem_wake_awake(void)
+{
+	if (my_slot != NULL)
+		pg_atomic_write_u32(&my_slot->sleeping, 0);
+}
+
+void
+idem_wake_set_segment(int segment)
+{
+	if (my_slot != NULL)
+		pg_atomic_write_u32(&my_slot->segment, segment);
+}
