@@ -1,0 +1,73 @@
+/*-------------------------------------------------------------------------
+ *
+ * delivery.h
+ *		The messages on their way to one server.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_DELIVERY_H
+#define IDEM_DELIVERY_H
+
+#include "lib/ilist.h"
+#include "utils/hsearch.h"
+
+#include "link.h"
+#include "log.h"
+#include "relay_stat.h"
+#include "server.h"
+
+typedef struct IdemDelivery
+{
+	char		name[NAMEDATALEN];
+	MemoryContext context;		/* everything here */
+	MemoryContext orders_context;	/* server and routes */
+	IdemServer *server;
+	List	   *routes;			/* of IdemRoute */
+
+	IdemServerState state;
+	char		reason[256];
+	TimestampTz until;			/* backing off or blocked: when to try again */
+	int			backoff_ms;
+	bool		probing;		/* one at a time until one gets through */
+	int			failures;		/* in a row without a delivery between */
+	int			deaths;			/* of couriers in a row, likewise */
+
+	IdemLink   *link;			/* NULL: no courier */
+	bool		positioned;
+	IdemReader	reader;
+	IdemPosition done;			/* all before this is settled */
+	int64		position_id;	/* of the last record */
+	bool		dirty;			/* "done" has moved since */
+
+	dlist_head	entries;		/* in the order of the log */
+	dlist_head	retries;		/* parked ones that are due */
+	dlist_head	settled;		/* to be written with the next record */
+	int			nentries;
+	int			nretries;
+	int			nsent;
+	int64		nbytes;
+	struct DeliveryEntry **ring;	/* what is sent, by ticket */
+	uint64		ring_mask;
+	uint64		next_ticket;
+
+	HTAB	   *parked_keys;	/* how many are parked, by hash of the key */
+	TimestampTz next_due;		/* of parked ones; 0: not known */
+	IdemServerStat *stat;
+} IdemDelivery;
+
+extern IdemDelivery *idem_delivery_create(const char *name);
+extern void idem_delivery_drop(IdemDelivery *d);
+extern void idem_delivery_set_state(IdemDelivery *d, IdemServerState state,
+									const char *reason);
+extern void idem_delivery_position(IdemDelivery *d, int64 newest_tick);
+extern bool idem_delivery_wants(IdemDelivery *d);
+extern void idem_delivery_read(IdemDelivery *d, int64 newest_tick);
+extern void idem_delivery_read_due(IdemDelivery *d);
+extern void idem_delivery_send(IdemDelivery *d);
+extern void idem_delivery_receive(IdemDelivery *d);
+extern bool idem_delivery_needs_record(IdemDelivery *d);
+extern void idem_delivery_record(IdemDelivery *d);
+extern void idem_delivery_recorded(IdemDelivery *d);
+extern void idem_delivery_hang_up(IdemDelivery *d);
+
+#endif							/* IDEM_DELIVERY_H */
