@@ -36,7 +36,8 @@ OBJS = \
 	src/launcher.o \
 	src/database.o \
 	src/sweep.o \
-	src/retention.o
+	src/retention.o \
+	src/relay.o
 
 # The extension script is the concatenation of these, in this order.
 SQL_PARTS = \

@@ -4,13 +4,16 @@
  *		Keeps workers out of the way of commands on databases and extensions.
  *
  * A worker is a session.  CREATE DATABASE ... TEMPLATE, DROP DATABASE, RENAME
- * and SET TABLESPACE refuse to run while there is one, so the worker of that
- * database is sent away and none is started until the transaction has ended;
- * then, whatever came of the command, it is wanted again.
+ * and SET TABLESPACE refuse to run while there is one, so the workers of that
+ * database are sent away and none is started until the transaction has ended;
+ * then, whatever came of the command, they are wanted again.
  *
- * CREATE EXTENSION and DROP EXTENSION start and end the worker when they
- * commit.  Until then they keep it away likewise: dropping locks one table
+ * CREATE EXTENSION and DROP EXTENSION start and end the workers when they
+ * commit.  Until then they keep them away likewise: dropping locks one table
  * after the other, and must not meet a worker that does the same.
+ *
+ * COMMIT PREPARED wakes the relay: no callback of the transaction that has
+ * enqueued runs then.
  *
  *-------------------------------------------------------------------------
  */
@@ -38,6 +41,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "database.h"
+#include "wake.h"
 #include "worker.h"
 
 /* A worker goes when asked; after a while it is told, and then left alone. */
@@ -143,23 +147,34 @@ database_to_clear(Node *stmt)
 	return oid;
 }
 
-/* Mark the database as held, and return the worker that is still there. */
-static int
-hold(Oid oid)
+/*
+ * Mark the database as held, so that its workers go; on request they are
+ * terminated.  Are all of them gone?
+ */
+static bool
+hold(Oid oid, bool terminate)
 {
 	IdemDatabase *db;
-	int			worker = 0;
+	bool		clear = true;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	db = idem_database_find(oid);
 	if (db != NULL)
 	{
 		db->holder = MyProcPid;
-		worker = db->worker;
-		idem_process_wake(worker);
+		idem_database_wake(db);
+		for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
+		{
+			int			pid = db->workers[kind].pid;
+
+			if (pid != 0)
+				clear = false;
+			if (pid != 0 && terminate)
+				kill(pid, SIGTERM);
+		}
 	}
 	LWLockRelease(idem_workers->lock);
-	return worker;
+	return clear;
 }
 
 /* Allow workers again wherever we have sent them away. */
@@ -174,7 +189,8 @@ let_go(void)
 		if (db->holder == MyProcPid)
 		{
 			db->holder = 0;
-			db->not_before = 0;
+			for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
+				db->workers[kind].not_before = 0;
 		}
 	}
 	idem_process_wake(idem_workers->launcher);
@@ -196,7 +212,7 @@ on_resource_release(ResourceReleasePhase phase, bool is_commit pg_attribute_unus
 }
 
 /*
- * Send the worker of a database away and wait until it is gone.  One that
+ * Send the workers of a database away and wait until they are gone.  One that
  * does not go in time is left to the command to complain about.
  */
 static void
@@ -205,12 +221,8 @@ clear_database(Oid oid)
 	holding = true;
 	for (int waited = 0; waited < GIVE_UP_MS; waited += CHECK_MS)
 	{
-		int			worker = hold(oid);
-
-		if (worker == 0)
+		if (hold(oid, waited == ASK_MS))
 			return;
-		if (waited == ASK_MS)
-			kill(worker, SIGTERM);
 		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
 						 CHECK_MS, PG_WAIT_EXTENSION);
 		ResetLatch(MyLatch);
@@ -233,6 +245,8 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		   QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
+	bool		commits_prepared = IsA(stmt, TransactionStmt) &&
+		((TransactionStmt *) stmt)->kind == TRANS_STMT_COMMIT_PREPARED;
 
 	if (idem_workers != NULL && context != PROCESS_UTILITY_SUBCOMMAND)
 	{
@@ -247,6 +261,8 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 	if (IsA(stmt, CreateExtensionStmt) &&
 		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
 		extension_changed = true;
+	if (commits_prepared)
+		idem_wake_now();
 }
 
 /* Notices DROP EXTENSION, in whatever way it comes about. */
@@ -267,7 +283,7 @@ on_object_access(ObjectAccessType access, Oid class, Oid object, int sub,
 }
 
 /*
- * Once that has committed, the worker is wanted or is to go.  Which of them is
+ * Once that has committed, the workers are wanted or are to go.  Which of them is
  * found out at the very end: there may have been savepoints.  It is noted
  * before our locks are released, and so in the right order if somebody else
  * waits to do the reverse.
@@ -292,7 +308,9 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 	if (db != NULL)
 	{
 		db->wanted = extension_stays;
-		idem_process_wake(db->worker);
+		if (!extension_stays)
+			db->installed = false;
+		idem_database_wake(db);
 	}
 	idem_process_wake(idem_workers->launcher);
 	LWLockRelease(idem_workers->lock);

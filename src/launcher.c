@@ -7,7 +7,9 @@
  * has every database looked at once, one at a time: the worker started there
  * goes away again if the extension is not installed.  After that it is told,
  * by CREATE EXTENSION and, should that be missed (a restored template, a
- * prepared transaction), by the first session that uses the extension.
+ * prepared transaction), by the first session that uses the extension.  That
+ * first worker is the one for maintenance; the relay follows when it has found
+ * the extension.
  *
  * Workers that end are started again, with growing pauses if they come to
  * nothing.  On a standby it does not run before promotion.
@@ -52,6 +54,16 @@
 #define NO_SLOT_RETRY_MS	1000
 #define POLL_MS				10000
 
+/* What the workers are called, and where they begin. */
+static const struct
+{
+	const char *type;
+	const char *function;
+}			programs[IDEM_WORKER_KINDS] = {
+	[IDEM_WORKER_MAINTENANCE] = {"idem maintenance", "idem_maintenance_main"},
+	[IDEM_WORKER_RELAY] = {"idem relay", "idem_relay_main"}
+};
+
 /* Why a database has no worker. */
 typedef enum DatabaseFitness
 {
@@ -61,7 +73,7 @@ typedef enum DatabaseFitness
 } DatabaseFitness;
 
 /* Handles of the workers we asked for, in the order of the slots. */
-static BackgroundWorkerHandle **handles;
+static BackgroundWorkerHandle *(*handles)[IDEM_WORKER_KINDS];
 
 PG_FUNCTION_INFO_V1(idem_worker_status);
 
@@ -84,7 +96,7 @@ idem_launcher_register(void)
 
 /*
  * idem_launcher_nudge
- *		Make sure that this database has a worker, or will have.
+ *		Make sure that this database has workers, or will have.
  *
  * Called by sessions now and then; cheap if all is well.
  */
@@ -170,15 +182,15 @@ database_fitness(Oid oid)
 }
 
 static bool
-register_worker(Oid oid, BackgroundWorkerHandle **handle)
+register_worker(Oid oid, IdemWorkerKind kind, BackgroundWorkerHandle **handle)
 {
 	BackgroundWorker worker;
 
 	memset(&worker, 0, sizeof(worker));
-	snprintf(worker.bgw_name, BGW_MAXLEN, "idem maintenance for database %u", oid);
-	strlcpy(worker.bgw_type, "idem maintenance", BGW_MAXLEN);
+	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for database %u", programs[kind].type, oid);
+	strlcpy(worker.bgw_type, programs[kind].type, BGW_MAXLEN);
 	strlcpy(worker.bgw_library_name, "idem", BGW_MAXLEN);
-	strlcpy(worker.bgw_function_name, "idem_maintenance_main", BGW_MAXLEN);
+	strlcpy(worker.bgw_function_name, programs[kind].function, BGW_MAXLEN);
 	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION;
 	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
 	worker.bgw_restart_time = BGW_NEVER_RESTART;	/* that is our job */
@@ -189,11 +201,11 @@ register_worker(Oid oid, BackgroundWorkerHandle **handle)
 
 /* Put off the next start of a worker; caller holds the lock exclusively. */
 static void
-put_off(IdemDatabase *db, int ms, const char *reason)
+put_off(IdemWorker *worker, int ms, const char *reason)
 {
-	db->state = IDEM_DB_WAITING;
-	db->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
-	strlcpy(db->reason, reason, sizeof(db->reason));
+	worker->state = IDEM_WORKER_WAITING;
+	worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
+	strlcpy(worker->reason, reason, sizeof(worker->reason));
 }
 
 /*
@@ -212,86 +224,123 @@ forget_dead(IdemDatabase *db)
 {
 	if (process_is_gone(db->holder))
 		db->holder = 0;
-	if (process_is_gone(db->worker))
+	for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
 	{
-		db->worker = 0;
-		db->state = IDEM_DB_WAITING;
+		if (process_is_gone(db->workers[kind].pid))
+		{
+			db->workers[kind].pid = 0;
+			db->workers[kind].state = IDEM_WORKER_WAITING;
+		}
 	}
 }
 
-/*
- * Is it time to start the worker of this slot?  Notes on the way if one that
- * was asked for did not come to life.
- */
+/* Note if a worker that was asked for did not come to life. */
+static void
+notice_failed_start(IdemWorker *worker, BackgroundWorkerHandle *handle)
+{
+	pid_t		pid;
+	bool		dead;
+
+	if (worker->state != IDEM_WORKER_STARTING)
+		return;
+	dead = handle != NULL ?
+		GetBackgroundWorkerPid(handle, &pid) == BGWH_STOPPED :
+		TimestampDifferenceExceeds(worker->started_at, GetCurrentTimestamp(),
+								   START_TIMEOUT_MS);
+	if (dead)
+	{
+		worker->failures++;
+		put_off(worker, Min(1000 << Min(worker->failures, 6), POLL_MS * 6),
+				"worker could not start; see the server log");
+	}
+}
+
+/* May this worker be started, sooner or later?  Caller holds the lock. */
 static bool
-start_is_due(int slot)
+waits_for_start(const IdemDatabase *db, IdemWorkerKind kind)
+{
+	return idem_worker_allowed(db, kind) &&
+		db->workers[kind].state == IDEM_WORKER_WAITING;
+}
+
+/* The database whose worker is to be started now in this place, or none. */
+static Oid
+start_is_due(int slot, IdemWorkerKind kind)
 {
 	IdemDatabase *db = &idem_workers->databases[slot];
-	TimestampTz now = GetCurrentTimestamp();
-	bool		due;
+	Oid			result = InvalidOid;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	forget_dead(db);
-	if (OidIsValid(db->oid) && !db->wanted && db->worker == 0)
-		db->oid = InvalidOid;
-
-	if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
+	if (OidIsValid(db->oid))
 	{
-		pid_t		pid;
-		bool		dead;
-
-		dead = handles[slot] != NULL ?
-			GetBackgroundWorkerPid(handles[slot], &pid) == BGWH_STOPPED :
-			TimestampDifferenceExceeds(db->started_at, now, START_TIMEOUT_MS);
-		if (dead)
-		{
-			db->failures++;
-			put_off(db, Min(1000 << Min(db->failures, 6), POLL_MS * 6),
-					"worker could not start; see the server log");
-		}
+		forget_dead(db);
+		idem_database_free_unwanted(db);
+		notice_failed_start(&db->workers[kind], handles[slot][kind]);
 	}
-
-	due = OidIsValid(db->oid) && db->state == IDEM_DB_WAITING &&
-		db->holder == 0 && db->not_before <= now;
+	if (waits_for_start(db, kind) &&
+		db->workers[kind].not_before <= GetCurrentTimestamp())
+		result = db->oid;
 	LWLockRelease(idem_workers->lock);
-	return due;
+	return result;
 }
 
 static void
-start_worker(int slot)
+start_worker(int slot, IdemWorkerKind kind, Oid oid)
 {
 	IdemDatabase *db = &idem_workers->databases[slot];
-	Oid			oid = db->oid;	/* only we free a slot without a worker */
+	IdemWorker *worker = &db->workers[kind];
+	BackgroundWorkerHandle **handle = &handles[slot][kind];
 	DatabaseFitness fitness = database_fitness(oid);
 
-	if (handles[slot] != NULL)
-		pfree(handles[slot]);
-	handles[slot] = NULL;
+	if (*handle != NULL)
+		pfree(*handle);
+	*handle = NULL;
 	if (fitness == DATABASE_GONE)
 		idem_stat_forget(oid);
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	if (db->oid == oid && db->holder == 0 && db->state == IDEM_DB_WAITING)
+	/* Meanwhile the slot may have become another one's. */
+	if (db->oid == oid && waits_for_start(db, kind))
 	{
 		if (fitness == DATABASE_GONE)
-			db->oid = InvalidOid;
+		{
+			db->wanted = false;
+			idem_database_free_unwanted(db);
+		}
 		else if (fitness == DATABASE_TEMPLATE)
-			put_off(db, POLL_MS, "database is a template or allows no connections");
-		else if (!register_worker(oid, &handles[slot]))
-			put_off(db, NO_SLOT_RETRY_MS,
+			put_off(worker, POLL_MS, "database is a template or allows no connections");
+		else if (!register_worker(oid, kind, handle))
+			put_off(worker, NO_SLOT_RETRY_MS,
 					"no free background worker slot; increase max_worker_processes and restart the server");
 		else
 		{
-			db->state = IDEM_DB_STARTING;
-			db->started_at = GetCurrentTimestamp();
+			worker->state = IDEM_WORKER_STARTING;
+			worker->started_at = GetCurrentTimestamp();
 		}
 	}
 	LWLockRelease(idem_workers->lock);
 }
 
+/* How long we can wait as far as this worker is concerned. */
+static long
+time_to_wait(const IdemDatabase *db, IdemWorkerKind kind)
+{
+	const IdemWorker *worker = &db->workers[kind];
+
+	if (!OidIsValid(db->oid))
+		return POLL_MS;
+	if (worker->state == IDEM_WORKER_STARTING || db->holder != 0)
+		return 1000;
+	if (!waits_for_start(db, kind))
+		return POLL_MS;
+	return Max(10, TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
+												   worker->not_before));
+}
+
 /*
  * Go through all slots and start what is due.  Returns how long to wait, and
- * sets *looking if a start is under way whose outcome is not known yet.
+ * sets *looking if a database is being looked at by a worker that has not come
+ * to life yet.
  */
 static long
 manage_slots(bool *looking)
@@ -303,20 +352,20 @@ manage_slots(bool *looking)
 	{
 		IdemDatabase *db = &idem_workers->databases[slot];
 
-		if (start_is_due(slot))
-			start_worker(slot);
+		for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
+		{
+			Oid			oid = start_is_due(slot, kind);
 
-		LWLockAcquire(idem_workers->lock, LW_SHARED);
-		if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
-			*looking = true;
-		if (OidIsValid(db->oid) && db->state == IDEM_DB_WAITING)
-			wait = Min(wait,
-					   Max(db->holder != 0 ? 1000 : 10,
-						   TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
-														   db->not_before)));
-		if (OidIsValid(db->oid) && db->state == IDEM_DB_STARTING)
-			wait = Min(wait, 1000);
-		LWLockRelease(idem_workers->lock);
+			if (OidIsValid(oid))
+				start_worker(slot, kind, oid);
+
+			LWLockAcquire(idem_workers->lock, LW_SHARED);
+			wait = Min(wait, time_to_wait(db, kind));
+			if (OidIsValid(db->oid) && kind == IDEM_WORKER_MAINTENANCE &&
+				db->workers[kind].state == IDEM_WORKER_STARTING)
+				*looking = true;
+			LWLockRelease(idem_workers->lock);
+		}
 	}
 	return wait;
 }
@@ -371,7 +420,7 @@ idem_launcher_main(Datum arg pg_attribute_unused())
 	LWLockRelease(idem_workers->lock);
 
 	MemoryContextSwitchTo(TopMemoryContext);
-	handles = palloc0(idem_workers->ndatabases * sizeof(BackgroundWorkerHandle *));
+	handles = palloc0(idem_workers->ndatabases * sizeof(*handles));
 	unseen = list_databases();
 
 	for (;;)
@@ -399,10 +448,51 @@ idem_launcher_main(Datum arg pg_attribute_unused())
 	}
 }
 
-/* What the status view says of the worker of this database. */
+/* What the status views say of a worker that is managed. */
 static void
-describe_worker(IdemDatabase *db, const char **state, const char **reason)
+describe_managed(const IdemDatabase *db, IdemWorkerKind kind,
+				 const char **state, const char **reason)
 {
+	static const char *const states[] = {
+		[IDEM_WORKER_WAITING] = "waiting",
+		[IDEM_WORKER_STARTING] = "starting",
+		[IDEM_WORKER_RUNNING] = "running"
+	};
+	const IdemWorker *worker = &db->workers[kind];
+	const IdemWorker *first = &db->workers[IDEM_WORKER_MAINTENANCE];
+
+	*state = states[worker->state];
+	if (db->holder != 0)
+	{
+		*state = "held";
+		*reason = "a database command keeps workers away";
+	}
+	else if (kind == IDEM_WORKER_RELAY && !idem_relay)
+	{
+		*state = "off";
+		*reason = "idem.relay is off";
+	}
+	else if (kind == IDEM_WORKER_RELAY && !db->installed)
+		*reason = first->reason[0] != '\0' ? pstrdup(first->reason) :
+			"the maintenance worker has not looked at this database yet";
+	else if (worker->reason[0] != '\0')
+		*reason = pstrdup(worker->reason);
+
+	if (kind == IDEM_WORKER_MAINTENANCE && db->holder == 0 && !idem_maintenance)
+	{
+		if (worker->state == IDEM_WORKER_RUNNING)
+			*state = "off";
+		if (*reason == NULL)
+			*reason = "idem.maintenance is off";
+	}
+}
+
+/* What the status views say of a worker of this database; db may be NULL. */
+static void
+describe(const IdemDatabase *db, IdemWorkerKind kind, const char **state,
+		 const char **reason, int *pid)
+{
+	*pid = db != NULL ? db->workers[kind].pid : 0;
 	*reason = NULL;
 	if (idem_workers == NULL)
 	{
@@ -427,39 +517,64 @@ describe_worker(IdemDatabase *db, const char **state, const char **reason)
 			"the launcher has not looked at this database yet";
 	}
 	else
-	{
-		*state = db->holder != 0 ? "held" :
-			db->state == IDEM_DB_WAITING ? "waiting" :
-			db->state == IDEM_DB_STARTING ? "starting" :
-			!idem_maintenance ? "off" : "running";
-		if (db->holder != 0)
-			*reason = "a database command keeps workers away";
-		else if (db->reason[0] != '\0')
-			*reason = pstrdup(db->reason);
-		else if (!idem_maintenance)
-			*reason = "idem.maintenance is off";
-		else if (idem_inbox_retention < IDEM_SHORT_RETENTION)
-			*reason = "idem.inbox_retention is shorter than an hour: what is redelivered later is processed again";
-	}
+		describe_managed(db, kind, state, reason);
+}
+
+/* A copy of the slot of this database; false if there is none. */
+static bool
+copy_slot(IdemDatabase *copy)
+{
+	IdemDatabase *db;
+
+	if (idem_workers == NULL)
+		return false;
+	if (!RecoveryInProgress())
+		idem_launcher_nudge();
+	LWLockAcquire(idem_workers->lock, LW_SHARED);
+	db = idem_database_find(MyDatabaseId);
+	if (db != NULL)
+		*copy = *db;
+	LWLockRelease(idem_workers->lock);
+	return db != NULL;
+}
+
+/*
+ * idem_worker_describe
+ *		How a worker of this database is, and why it does not run.
+ *
+ * *reason is NULL if all is well, and *pid 0 if there is no worker.
+ */
+void
+idem_worker_describe(IdemWorkerKind kind, const char **state,
+					 const char **reason, int *pid)
+{
+	IdemDatabase copy;
+	bool		known = copy_slot(&copy);
+
+	describe(known ? &copy : NULL, kind, state, reason, pid);
 }
 
 static void
-put_figures(ReturnSetInfo *rsinfo, const char *what, IdemDatabase *db,
-			IdemRetentionFigures *figures)
+put_status(ReturnSetInfo *rsinfo, const char *what, IdemWorkerKind kind,
+		   const IdemDatabase *db, const IdemRetentionFigures *figures)
 {
 	Datum		values[9] = {0};
 	bool		nulls[9] = {0};
 	const char *state;
 	const char *reason;
+	int			pid;
 
-	describe_worker(db, &state, &reason);
+	describe(db, kind, &state, &reason, &pid);
+	if (kind == IDEM_WORKER_MAINTENANCE && reason == NULL &&
+		idem_inbox_retention < IDEM_SHORT_RETENTION)
+		reason = "idem.inbox_retention is shorter than an hour: what is redelivered later is processed again";
 	values[0] = CStringGetTextDatum(what);
 	values[1] = CStringGetTextDatum(state);
 	if (reason != NULL)
 		values[2] = CStringGetTextDatum(reason);
 	nulls[2] = reason == NULL;
-	values[3] = Int32GetDatum(db != NULL ? db->worker : 0);
-	nulls[3] = db == NULL || db->worker == 0;
+	values[3] = Int32GetDatum(pid);
+	nulls[3] = pid == 0;
 
 	memset(&nulls[4], figures == NULL, 5);
 	if (figures != NULL)
@@ -486,22 +601,14 @@ idem_worker_status(PG_FUNCTION_ARGS)
 {
 	ReturnSetInfo *rsinfo = (ReturnSetInfo *) fcinfo->resultinfo;
 	IdemDatabase copy;
-	IdemDatabase *db = NULL;
+	bool		known;
 
 	InitMaterializedSRF(fcinfo, 0);
-	if (!RecoveryInProgress())
-		idem_launcher_nudge();
-	if (idem_workers != NULL)
-	{
-		LWLockAcquire(idem_workers->lock, LW_SHARED);
-		db = idem_database_find(MyDatabaseId);
-		if (db != NULL)
-			copy = *db;
-		LWLockRelease(idem_workers->lock);
-	}
-	if (db != NULL)
-		db = &copy;
-	put_figures(rsinfo, "inbox", db, db != NULL ? &db->inbox : NULL);
-	put_figures(rsinfo, "key", db, db != NULL ? &db->key : NULL);
+	known = copy_slot(&copy);
+	put_status(rsinfo, "inbox", IDEM_WORKER_MAINTENANCE,
+			   known ? &copy : NULL, known ? &copy.inbox : NULL);
+	put_status(rsinfo, "key", IDEM_WORKER_MAINTENANCE,
+			   known ? &copy : NULL, known ? &copy.key : NULL);
+	put_status(rsinfo, "relay", IDEM_WORKER_RELAY, known ? &copy : NULL, NULL);
 	return (Datum) 0;
 }

@@ -188,7 +188,7 @@ rest(IdemDatabase *db, long ms)
 		ConfigReloadPending = false;
 		ProcessConfigFile(PGC_SIGHUP);
 	}
-	return idem_worker_may_run(db);
+	return idem_worker_may_run(db, IDEM_WORKER_MAINTENANCE);
 }
 
 /*
@@ -339,20 +339,17 @@ database_has_extension(void)
 static bool
 run(IdemDatabase *db, IdemSweep *sweep)
 {
+	bool		installed = database_has_extension();
 	bool		go_on = true;
 
-	if (!database_has_extension())
-	{
-		LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-		db->wanted = false;
-		LWLockRelease(idem_workers->lock);
+	idem_worker_found(db, installed);
+	if (!installed)
 		return false;
-	}
 
 	if (idem_maintenance)
 		go_on = purge_claims(db, sweep) && purge_keys(db);
 	if (go_on)
-		idem_worker_succeeded(db);
+		idem_worker_succeeded(db, IDEM_WORKER_MAINTENANCE);
 	return go_on;
 }
 
@@ -373,9 +370,10 @@ run_and_tell(IdemDatabase *db, IdemSweep *sweep)
 
 		MemoryContextSwitchTo(context);
 		error = CopyErrorData();
-		idem_worker_failed(db, psprintf("%s: %s",
-										unpack_sql_state(error->sqlerrcode),
-										error->message));
+		idem_worker_failed(db, IDEM_WORKER_MAINTENANCE,
+						   psprintf("%s: %s",
+									unpack_sql_state(error->sqlerrcode),
+									error->message));
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
@@ -387,22 +385,7 @@ void
 idem_maintenance_main(Datum arg)
 {
 	IdemSweep	sweep = {0};
-	IdemDatabase *db;
-
-	pqsignal(SIGHUP, SignalHandlerForConfigReload);
-	pqsignal(SIGTERM, die);
-	BackgroundWorkerUnblockSignals();
-
-	db = idem_worker_attach(DatumGetObjectId(arg));
-	if (db == NULL)
-		proc_exit(0);
-	BackgroundWorkerInitializeConnectionByOid(DatumGetObjectId(arg), InvalidOid, 0);
-	SetConfigOption("search_path", "pg_catalog, pg_temp", PGC_SUSET, PGC_S_OVERRIDE);
-	SetConfigOption("enable_seqscan", "off", PGC_SUSET, PGC_S_OVERRIDE);
-	SetConfigOption("default_transaction_isolation", "read committed",
-					PGC_SUSET, PGC_S_OVERRIDE);
-	SetConfigOption("default_transaction_read_only", "off",
-					PGC_SUSET, PGC_S_OVERRIDE);
+	IdemDatabase *db = idem_worker_start(arg, IDEM_WORKER_MAINTENANCE);
 
 	while (run_and_tell(db, &sweep))
 	{

@@ -22,7 +22,7 @@ CREATE FUNCTION idem.worker_status(
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME', 'idem_worker_status' LANGUAGE C VOLATILE PARALLEL SAFE;
 COMMENT ON FUNCTION idem.worker_status() IS
-	'what the worker of this database does; read it through idem.retention_status';
+	'what the workers of this database do; read it through idem.retention_status';
 
 CREATE VIEW idem.retention_status AS
 	SELECT w.what, w.state, w.reason, w.pid, w.last_run, w.removed_last,
@@ -32,6 +32,7 @@ CREATE VIEW idem.retention_status AS
 	FROM idem.worker_status() w,
 		 (SELECT count(*) AS backlog, min(e.expires_at) AS oldest
 		  FROM (SELECT expires_at FROM idem.key WHERE expires_at < now()
-				ORDER BY expires_at LIMIT 10000) e) k;
+				ORDER BY expires_at LIMIT 10000) e) k
+	WHERE w.what <> 'relay';
 COMMENT ON VIEW idem.retention_status IS
 	'what retention has removed, what it has still to remove, and what is wrong';

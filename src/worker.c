@@ -3,22 +3,29 @@
  * worker.c
  *		The databases that have workers, as all processes see them.
  *
- * A table in shared memory, one slot per database.  The launcher starts what
- * is wanted, a worker attaches to its slot and lets go of it when it exits in
- * whatever way, and a session that runs a database command may keep workers
- * away for the time being.  Pids, not pointers, are kept here.
+ * A table in shared memory, one slot per database, with a place for each kind
+ * of worker.  The launcher starts what is wanted, a worker attaches to its
+ * place and lets go of it when it exits in whatever way, and a session that
+ * runs a database command may keep all of them away for the time being.  Pids,
+ * not pointers, are kept here.
  *
  *-------------------------------------------------------------------------
  */
 #include "postgres.h"
 
+#include <signal.h>
+
 #include "miscadmin.h"
+#include "postmaster/bgworker.h"
+#include "postmaster/interrupt.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
 #include "storage/lwlock.h"
 #include "storage/proc.h"
 #include "storage/procarray.h"
 #include "storage/shmem.h"
+#include "tcop/tcopprot.h"
+#include "utils/guc.h"
 
 #include "guc.h"
 #include "worker.h"
@@ -28,6 +35,9 @@
 #define RESTART_MAX_MS	60000
 
 IdemWorkerShared *idem_workers = NULL;
+
+/* The slot that this process has attached to. */
+static IdemDatabase *my_database = NULL;
 
 static Size
 shared_size(void)
@@ -72,7 +82,7 @@ idem_database_find(Oid oid)
 }
 
 /*
- * The slot of a database, which may be new; its worker is wanted.  NULL if
+ * The slot of a database, which may be new; its workers are wanted.  NULL if
  * all slots are taken.  Caller holds the lock exclusively.
  */
 IdemDatabase *
@@ -94,6 +104,23 @@ idem_database_add(Oid oid)
 	return db;
 }
 
+/*
+ * Give the slot of a database back whose workers have ended for good.  Caller
+ * holds the lock exclusively.
+ */
+void
+idem_database_free_unwanted(IdemDatabase *db)
+{
+	if (db->wanted)
+		return;
+	for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
+	{
+		if (db->workers[kind].pid != 0)
+			return;
+	}
+	db->oid = InvalidOid;
+}
+
 /* Set the latch of a process, if it is still there. */
 void
 idem_process_wake(int pid)
@@ -104,24 +131,39 @@ idem_process_wake(int pid)
 		SetLatch(&proc->procLatch);
 }
 
-/* Let go of the slot when the worker exits. */
+/* Have all workers of a database look whether they may run. */
+void
+idem_database_wake(IdemDatabase *db)
+{
+	for (int kind = 0; kind < IDEM_WORKER_KINDS; kind++)
+		idem_process_wake(db->workers[kind].pid);
+}
+
+/* Is a worker of this kind to run here?  Caller holds the lock. */
+bool
+idem_worker_allowed(const IdemDatabase *db, IdemWorkerKind kind)
+{
+	return OidIsValid(db->oid) && db->wanted && db->holder == 0 &&
+		(kind != IDEM_WORKER_RELAY || (db->installed && idem_relay));
+}
+
+/* Let go of the place when the worker exits. */
 static void
 detach(int code pg_attribute_unused(), Datum arg)
 {
-	IdemDatabase *db = (IdemDatabase *) DatumGetPointer(arg);
+	IdemWorker *worker = &my_database->workers[DatumGetInt32(arg)];
 	int			delay = RESTART_MIN_MS;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	if (db->worker == MyProcPid)
+	if (worker->pid == MyProcPid)
 	{
-		db->worker = 0;
-		db->state = IDEM_DB_WAITING;
-		for (int i = 0; i < db->failures && delay < RESTART_MAX_MS; i++)
+		worker->pid = 0;
+		worker->state = IDEM_WORKER_WAITING;
+		for (int i = 0; i < worker->failures && delay < RESTART_MAX_MS; i++)
 			delay *= 2;
-		db->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
-													 Min(delay, RESTART_MAX_MS));
-		if (!db->wanted)
-			db->oid = InvalidOid;
+		worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+														 Min(delay, RESTART_MAX_MS));
+		idem_database_free_unwanted(my_database);
 	}
 	idem_process_wake(idem_workers->launcher);
 	LWLockRelease(idem_workers->lock);
@@ -129,53 +171,119 @@ detach(int code pg_attribute_unused(), Datum arg)
 
 /*
  * idem_worker_attach
- *		Take the slot of a database for this process; NULL if that is not for us.
+ *		Take a place for this process; NULL if that is not for us.
  */
 IdemDatabase *
-idem_worker_attach(Oid oid)
+idem_worker_attach(Oid oid, IdemWorkerKind kind)
 {
 	IdemDatabase *db;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	db = idem_database_find(oid);
-	if (db != NULL && (db->worker != 0 || db->holder != 0 || !db->wanted))
+	if (db != NULL && db->workers[kind].pid != 0)
 		db = NULL;
 	if (db != NULL)
 	{
-		db->worker = MyProcPid;
-		db->state = IDEM_DB_RUNNING;
-		db->failures++;			/* until it has succeeded at something */
-		before_shmem_exit(detach, PointerGetDatum(db));
+		IdemWorker *worker = &db->workers[kind];
+
+		if (idem_worker_allowed(db, kind))
+		{
+			worker->pid = MyProcPid;
+			worker->state = IDEM_WORKER_RUNNING;
+			worker->failures++; /* until it has succeeded at something */
+			my_database = db;
+			before_shmem_exit(detach, Int32GetDatum(kind));
+		}
+		else
+		{
+			/* Sent away before it was there, which is no failure. */
+			worker->state = IDEM_WORKER_WAITING;
+			db = NULL;
+		}
 	}
 	LWLockRelease(idem_workers->lock);
 	return db;
 }
 
+/*
+ * idem_worker_start
+ *		What every worker begins with: signals, its place, its database.
+ *
+ * The argument is the oid of the database.  Does not return if the worker is
+ * not wanted any more.  Whatever a role or database sets must not change what
+ * our statements mean.
+ */
+IdemDatabase *
+idem_worker_start(Datum arg, IdemWorkerKind kind)
+{
+	IdemDatabase *db;
+
+	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+	pqsignal(SIGTERM, die);
+	BackgroundWorkerUnblockSignals();
+
+	db = idem_worker_attach(DatumGetObjectId(arg), kind);
+	if (db == NULL)
+		proc_exit(0);
+	BackgroundWorkerInitializeConnectionByOid(DatumGetObjectId(arg), InvalidOid, 0);
+	SetConfigOption("search_path", "pg_catalog, pg_temp", PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("enable_seqscan", "off", PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("default_transaction_isolation", "read committed",
+					PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("default_transaction_read_only", "off",
+					PGC_SUSET, PGC_S_OVERRIDE);
+	return db;
+}
+
 /* Has nobody asked this worker to go away? */
 bool
-idem_worker_may_run(IdemDatabase *db)
+idem_worker_may_run(IdemDatabase *db, IdemWorkerKind kind)
 {
 	bool		result;
 
 	LWLockAcquire(idem_workers->lock, LW_SHARED);
-	result = db->wanted && db->holder == 0 && db->worker == MyProcPid;
+	result = idem_worker_allowed(db, kind) &&
+		db->workers[kind].pid == MyProcPid;
 	LWLockRelease(idem_workers->lock);
 	return result;
 }
 
 void
-idem_worker_succeeded(IdemDatabase *db)
+idem_worker_succeeded(IdemDatabase *db, IdemWorkerKind kind)
 {
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	db->failures = 0;
-	db->reason[0] = '\0';
+	db->workers[kind].failures = 0;
+	db->workers[kind].reason[0] = '\0';
 	LWLockRelease(idem_workers->lock);
 }
 
 void
-idem_worker_failed(IdemDatabase *db, const char *reason)
+idem_worker_failed(IdemDatabase *db, IdemWorkerKind kind, const char *reason)
+{
+	IdemWorker *worker = &db->workers[kind];
+
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	strlcpy(worker->reason, reason, sizeof(worker->reason));
+	LWLockRelease(idem_workers->lock);
+}
+
+/*
+ * idem_worker_found
+ *		Note whether the extension is in this database.
+ *
+ * If it is, the other workers start; if not, all of them end.
+ */
+void
+idem_worker_found(IdemDatabase *db, bool installed)
 {
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
-	strlcpy(db->reason, reason, sizeof(db->reason));
+	if (!installed)
+		db->wanted = false;
+	if (db->installed != (installed && db->wanted))
+	{
+		db->installed = installed && db->wanted;
+		idem_database_wake(db);
+		idem_process_wake(idem_workers->launcher);
+	}
 	LWLockRelease(idem_workers->lock);
 }

@@ -11,12 +11,31 @@
 #include "storage/lwlock.h"
 #include "utils/timestamp.h"
 
-typedef enum IdemDatabaseState
+/* The workers that a database has, one of each. */
+typedef enum IdemWorkerKind
 {
-	IDEM_DB_WAITING,			/* the launcher will start its worker */
-	IDEM_DB_STARTING,			/* the launcher has asked for one */
-	IDEM_DB_RUNNING				/* the worker has attached */
-} IdemDatabaseState;
+	IDEM_WORKER_MAINTENANCE,	/* always; finds out if the extension is there */
+	IDEM_WORKER_RELAY			/* only where it is */
+} IdemWorkerKind;
+
+#define IDEM_WORKER_KINDS	(IDEM_WORKER_RELAY + 1)
+
+typedef enum IdemWorkerState
+{
+	IDEM_WORKER_WAITING,		/* the launcher will start it */
+	IDEM_WORKER_STARTING,		/* the launcher has asked for it */
+	IDEM_WORKER_RUNNING			/* it has attached */
+} IdemWorkerState;
+
+typedef struct IdemWorker
+{
+	IdemWorkerState state;
+	int			pid;			/* or 0 */
+	int			failures;		/* starts in a row that came to nothing */
+	TimestampTz started_at;
+	TimestampTz not_before;		/* earliest time for the next start */
+	char		reason[256];	/* why there is none, or "" */
+} IdemWorker;
 
 /* What retention has done for one kind of row. */
 typedef struct IdemRetentionFigures
@@ -32,14 +51,10 @@ typedef struct IdemRetentionFigures
 typedef struct IdemDatabase
 {
 	Oid			oid;			/* InvalidOid: this slot is free */
-	IdemDatabaseState state;
-	bool		wanted;			/* false: its worker is to end for good */
-	int			worker;			/* pid, or 0 */
+	bool		wanted;			/* false: its workers are to end for good */
+	bool		installed;		/* the extension has been found there */
 	int			holder;			/* pid of the session that keeps workers away */
-	int			failures;		/* starts in a row that came to nothing */
-	TimestampTz started_at;
-	TimestampTz not_before;		/* earliest time for the next start */
-	char		reason[256];	/* why there is no worker, or "" */
+	IdemWorker	workers[IDEM_WORKER_KINDS];
 	IdemRetentionFigures inbox;
 	IdemRetentionFigures key;
 } IdemDatabase;
@@ -61,12 +76,17 @@ extern void idem_worker_startup(void);
 /* With the lock held. */
 extern IdemDatabase *idem_database_find(Oid oid);
 extern IdemDatabase *idem_database_add(Oid oid);
+extern void idem_database_free_unwanted(IdemDatabase *db);
+extern void idem_database_wake(IdemDatabase *db);
+extern bool idem_worker_allowed(const IdemDatabase *db, IdemWorkerKind kind);
 extern void idem_process_wake(int pid);
 
 /* For the workers themselves. */
-extern IdemDatabase *idem_worker_attach(Oid oid);
-extern bool idem_worker_may_run(IdemDatabase *db);
-extern void idem_worker_succeeded(IdemDatabase *db);
-extern void idem_worker_failed(IdemDatabase *db, const char *reason);
+extern IdemDatabase *idem_worker_start(Datum arg, IdemWorkerKind kind);
+extern IdemDatabase *idem_worker_attach(Oid oid, IdemWorkerKind kind);
+extern bool idem_worker_may_run(IdemDatabase *db, IdemWorkerKind kind);
+extern void idem_worker_succeeded(IdemDatabase *db, IdemWorkerKind kind);
+extern void idem_worker_failed(IdemDatabase *db, IdemWorkerKind kind, const char *reason);
+extern void idem_worker_found(IdemDatabase *db, bool installed);
 
 #endif							/* IDEM_WORKER_H */

@@ -67,7 +67,7 @@ $$, 'no index depends on the collations of the operating system');
 SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' $$,
 	ARRAY['idem.claim_outside_transaction', 'idem.inbox_retention', 'idem.key_ttl',
 	'idem.maintenance', 'idem.maintenance_naptime', 'idem.maintenance_delay',
-	'idem.max_databases', 'idem.stat_entries'], 'the settings are these');
+	'idem.max_databases', 'idem.relay', 'idem.stat_entries'], 'the settings are these');
 
 SELECT * FROM finish();
 ROLLBACK;

@@ -9,7 +9,7 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
 
-my $node = cluster('dump', {}, 'max_worker_processes = 30');    # one per database
+my $node = cluster('dump', {}, 'max_worker_processes = 60');    # two per database
 my $dir = $PostgreSQL::Test::Utils::tmp_check;
 
 sub sql { return $node->safe_psql($_[1] // 'postgres', $_[0]); }

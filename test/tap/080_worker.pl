@@ -1,5 +1,5 @@
-# The workers: one per database that has the extension, whatever happens to
-# them, to the launcher, to the extension and to the database.
+# The workers: one of each kind per database that has the extension, whatever
+# happens to them, to the launcher, to the extension and to the database.
 use strict;
 use warnings;
 use FindBin;
@@ -57,6 +57,8 @@ is(sql('a', "SELECT string_agg(what || ' ' || state || ' ' || (pid = "
 			. worker_pid($node, 'a')
 			. ")::text, ', ' ORDER BY what) FROM idem.retention_status"),
 	'inbox running true, key running true', 'the status view knows the worker');
+relay_becomes($node, 'a', "state = 'running' AND reason IS NULL AND pid = "
+	  . worker_pid($node, 'a', 'relay'), 'the status of the relay knows it, too');
 
 #
 # DROP EXTENSION
@@ -150,12 +152,32 @@ for my $round (1 .. 50)
 	$pids{$pid} = 1;
 	terminate($node, $pid);
 }
-settled($node, 'a');
+$pid = settled($node, 'a');
 is(scalar(keys %pids), 50, 'a worker that is terminated comes back, 50 times');
 
-sql('b', 'CREATE EXTENSION idem');
-my %worker = map { $_ => settled($node, $_) } qw(a b);
+%pids = ();
+for my $round (1 .. 50)
+{
+	settled($node, 'a');
+	my $relay = worker_pid($node, 'a', 'relay');
+	$pids{$relay} = 1;
+	terminate($node, $relay);
+}
+is(settled($node, 'a'), $pid, 'the relay can be terminated without the other worker');
+is(scalar(keys %pids), 50, 'and comes back, 50 times');
+
+# Both at once, and with the launcher.
+terminate($node, $pid, worker_pid($node, 'a', 'relay'));
+workers_become($node, 'a', 'all workers of a database come back');
+settled($node, 'a');
 my $launcher = launcher_pid();
+terminate($node, $launcher, worker_pid($node, 'a'), worker_pid($node, 'a', 'relay'));
+new_launcher($launcher);
+workers_become($node, 'a', 'with the launcher, too');
+
+sql('b', 'CREATE EXTENSION idem');
+my %worker = map { $_ => settled($node, $_), "$_ relay" => worker_pid($node, $_, 'relay') } qw(a b);
+$launcher = launcher_pid();
 for my $round (1 .. 3)
 {
 	terminate($node, $launcher);
@@ -163,7 +185,8 @@ for my $round (1 .. 3)
 	$launcher = launcher_pid();
 }
 workers_become($node, 'a b', 'a new launcher starts no second workers');
-is_deeply({ map { $_ => worker_pid($node, $_) } qw(a b) }, \%worker,
+is_deeply({ map { $_ => worker_pid($node, $_), "$_ relay" => worker_pid($node, $_, 'relay') } qw(a b) },
+	\%worker,
 	'and leaves the first ones alone');
 
 # No launcher for about a second, in which everything changes.
@@ -192,6 +215,8 @@ sub crash
 crash(worker_pid($node, 'c'));
 workers_become($node, 'a c', 'all workers are back after one was killed');
 isnt(launcher_pid(), '', 'and the launcher');
+crash(worker_pid($node, 'a', 'relay'));
+workers_become($node, 'a c', 'all workers are back after a relay was killed');
 crash(launcher_pid());
 workers_become($node, 'a c', 'all workers are back after the launcher was killed');
 
@@ -251,11 +276,12 @@ is(join("\n", logged($node, qr/ERROR:|FATAL:/, $here)), '',
 my $guest = $node->background_psql('a');
 (undef, undef, $stderr) = $node->psql('postgres', 'DROP DATABASE a');
 like($stderr, qr/being accessed by other users.*1 other session/s,
-	'DROP DATABASE fails because of another session, not of the worker');
+	'DROP DATABASE fails because of another session, not of the workers');
 settled($node, 'a');
 workers_become($node, 'a c', 'after that the worker is back');
 
 $pid = settled($node, 'a');
+my $relay = worker_pid($node, 'a', 'relay');
 for my $command ('DROP DATABASE a', 'ALTER DATABASE a RENAME TO x',
 	'CREATE DATABASE x TEMPLATE a', 'ALTER DATABASE a SET TABLESPACE elsewhere')
 {
@@ -264,14 +290,15 @@ for my $command ('DROP DATABASE a', 'ALTER DATABASE a RENAME TO x',
 	like($stderr, qr/must be owner|permission denied/, "not for everybody: $command");
 }
 is(worker_pid($node, 'a'), $pid, 'a command without the right to it does not end the worker');
+is(worker_pid($node, 'a', 'relay'), $relay, 'nor the relay');
 
 # The session that runs the command is terminated while it waits for our guest.
 $session = $node->background_psql('postgres', on_error_stop => 0);
 my $dropper = $session->query('SELECT pg_backend_pid()');
 $session->query_until(qr/begin/, "\\echo begin\nDROP DATABASE a;\n");
 ok($node->poll_query_until('postgres', qq{
-		SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $pid)}),
-	'DROP DATABASE sends the worker away');
+		SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid IN ($pid, $relay))}),
+	'DROP DATABASE sends the workers away');
 terminate($node, $dropper);
 isnt(settled($node, 'a'), $pid, 'and it is back when that session was terminated');
 eval { $session->quit };
@@ -309,6 +336,6 @@ settled($node, 'copy');
 workers_become($node, 'c copy', 'the copy of a template has a worker when it is used');
 
 stop_in_time($node, 'the server stops in time');
-log_is_clean($node, 2);
+log_is_clean($node, 3);
 
 done_testing();

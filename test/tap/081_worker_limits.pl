@@ -44,8 +44,9 @@ for my $db (qw(a b c))
 workers_become($node, 'a b c');
 
 #
-# max_worker_processes
+# max_worker_processes, first for the maintenance workers alone
 #
+set_and_reload($node, 'idem.relay', 'off');
 restart_with('max_worker_processes', 1);
 status_becomes($node, $_, "state = 'waiting' AND pid IS NULL AND reason ~ 'max_worker_processes'",
 	"without processes the status of $_ names max_worker_processes")
@@ -53,6 +54,12 @@ status_becomes($node, $_, "state = 'waiting' AND pid IS NULL AND reason ~ 'max_w
 is(claim('a', 'no processes'), 't', 'a claim needs none');
 is(claim('a', 'no processes'), 'f', 'nor does its duplicate');
 workers_become($node, '');
+relay_becomes($node, 'a', "state = 'off' AND pid IS NULL AND reason ~ 'idem.relay'",
+	'the relay is switched off');
+set_and_reload($node, 'idem.relay', 'on');
+relay_becomes($node, 'a', "state = 'waiting' AND pid IS NULL AND reason ~ 'max_worker_processes'",
+	'switched on, it lacks the same');
+set_and_reload($node, 'idem.relay', 'off');
 
 # Room for the launcher and two of three.
 restart_with('max_worker_processes', 3);
@@ -66,10 +73,30 @@ status_becomes($node, $without, "reason ~ 'max_worker_processes'",
 settled($node, $_) for @with;
 sql($with[0], 'DROP EXTENSION idem');
 workers_become($node, join(' ', sort($with[1], $without)),
-	'when one of them goes, the third comes by itself');
+	'when one of them goes, the third comes by itself', '');
 status_becomes($node, $without, "state = 'running' AND reason IS NULL",
 	'and its status is fine');
 sql($with[0], 'CREATE EXTENSION idem');
+
+# Room for all of them, but not for a relay.
+restart_with('max_worker_processes', 4);
+workers_become($node, 'a b c', 'all maintenance workers find room', '');
+settled($node, $_) for qw(a b c);
+set_and_reload($node, 'idem.relay', 'on');
+relay_becomes($node, $_, "state = 'waiting' AND pid IS NULL AND reason ~ 'max_worker_processes'",
+	"the status of the relay of $_ names max_worker_processes")
+  for qw(a b c);
+status_becomes($node, 'a', "state = 'running' AND reason IS NULL", 'the other worker is fine');
+workers_become($node, 'a b c', 'no relay has found room', '');
+my $other = worker_pid($node, 'b');
+sql('c', 'DROP EXTENSION idem');
+ok($node->poll_query_until('postgres', q{
+		SELECT count(*) = 1 FROM pg_stat_activity WHERE backend_type = 'idem relay'}),
+	'when a worker goes, a relay comes by itself');
+my ($relayed) = grep { worker_pid($node, $_, 'relay') ne '' } qw(a b);
+relay_becomes($node, $relayed, "state = 'running' AND reason IS NULL", 'and its status is fine');
+is(worker_pid($node, 'b'), $other, 'no other worker had to go for it');
+sql('c', 'CREATE EXTENSION idem');
 restart_with('max_worker_processes', undef);
 workers_become($node, 'a b c', 'with enough of them there are all');
 
@@ -154,6 +181,35 @@ ok($node->poll_query_until('a', $key_is_gone), 'and wakes when that is made shor
 is(worker_pid($node, 'a'), $pid, 'it is still the same worker');
 
 #
+# idem.relay
+#
+$pid = settled($node, 'a');
+$other = worker_pid($node, 'a', 'relay');
+set_and_reload($node, 'idem.relay', 'off');
+workers_become($node, 'a b c', 'idem.relay can be switched off', '');
+relay_becomes($node, 'a', "state = 'off' AND pid IS NULL AND reason ~ 'idem.relay'",
+	'the status of the relay says so');
+status_becomes($node, 'a', "state = 'running' AND reason IS NULL AND pid = $pid",
+	'the other worker goes on');
+sql('a', 'DROP EXTENSION idem');
+sql('a', 'CREATE EXTENSION idem');
+$pid = settled($node, 'a');
+workers_become($node, 'a b c', 'CREATE EXTENSION starts none then', '');
+set_and_reload($node, 'idem.relay', 'on');
+workers_become($node, 'a b c', 'and on');
+relay_becomes($node, 'a', "state = 'running' AND reason IS NULL AND pid <> $other",
+	'its status is fine');
+is(worker_pid($node, 'a'), $pid, 'all the same to the other worker');
+# In quick succession; the last word counts.
+for my $round (1 .. 10)
+{
+	set_and_reload($node, 'idem.relay', 'off');
+	set_and_reload($node, 'idem.relay', 'on');
+}
+workers_become($node, 'a b c', 'switched often, the relay is there in the end');
+settled($node, $_) for qw(a b c);
+
+#
 # A worker that waits for a lock
 #
 sub locked
@@ -213,6 +269,7 @@ ok($node->poll_query_until('a', 'SELECT NOT EXISTS (SELECT FROM idem.inbox_claim
 #
 settled($node, 'a');
 $pid = settled($node, 'c');
+my $relay = worker_pid($node, 'a', 'relay');
 my $here = log_position($node);
 my $began = time;
 sql('a', 'ALTER TABLE idem.key RENAME TO lost');
@@ -234,6 +291,7 @@ status_becomes($node, 'a', "state = 'running' AND reason IS NULL",
 my $errors = logged($node, qr/ERROR:  relation "idem.key" does not exist/, $here);
 ok($errors < 12, 'the log is not flooded') or diag("$errors errors");
 is(worker_pid($node, 'c'), $pid, 'the worker of another database was not concerned');
+is(worker_pid($node, 'a', 'relay'), $relay, 'nor was the relay of this one');
 
 $node->stop;
 log_is_clean($node);
@@ -255,6 +313,8 @@ is( $standby->safe_psql('postgres',
 	'0', 'a standby has neither launcher nor workers');
 status_becomes($standby, 'postgres', "state = 'standby' AND reason ~ 'promoted'",
 	'its status says so');
+relay_becomes($standby, 'postgres', "state = 'standby' AND pid IS NULL AND reason ~ 'promoted'",
+	'and that of the relay');
 $standby->promote;
 settled($standby, 'postgres');
 workers_become($standby, 'postgres', 'they start when it is promoted');
@@ -278,6 +338,8 @@ is( $plain->safe_psql('a', q{
 	"t\n0", 'without shared_preload_libraries claims work, and nothing else runs');
 status_becomes($plain, 'a', "state = 'not loaded' AND pid IS NULL AND reason ~ 'shared_preload_libraries'",
 	'the status says so');
+relay_becomes($plain, 'a', "state = 'not loaded' AND pid IS NULL AND reason ~ 'shared_preload_libraries'",
+	'and that of the relay');
 $plain->safe_psql('postgres', $_)
   for 'CREATE DATABASE b TEMPLATE a', 'ALTER DATABASE b RENAME TO c', 'DROP DATABASE c';
 $plain->safe_psql('a', 'DROP EXTENSION idem');

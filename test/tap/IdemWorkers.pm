@@ -9,8 +9,8 @@ use PostgreSQL::Test::Utils;
 use Test::More;
 
 our @EXPORT = qw(server workers_become worker_pid settled terminate old_claims
-  mid_purge set_and_reload status_becomes log_position logged log_is_clean
-  stop_in_time);
+  mid_purge set_and_reload status_becomes relay_becomes log_position logged
+  log_is_clean stop_in_time);
 
 # A server with idem preloaded, and these settings; not started.
 sub server
@@ -19,32 +19,40 @@ sub server
 	my $node = PostgreSQL::Test::Cluster->new($name);
 	$node->init(%init);
 	$node->append_conf('postgresql.conf', "shared_preload_libraries = 'idem'");
+	$node->append_conf('postgresql.conf', 'max_worker_processes = 20');
 	$node->append_conf('postgresql.conf', $settings);
 	return $node;
 }
 
-# Wait until exactly these databases have workers, and one each.
+# Wait until exactly these databases have workers, and one of each kind.  The
+# relays may be others.
 sub workers_become
 {
-	my ($node, $expected, $test) = @_;
+	my ($node, $expected, $test, $relays) = @_;
+	$relays //= $expected;
 	local $Test::Builder::Level = $Test::Builder::Level + 1;
 	ok( $node->poll_query_until('postgres', q{
-			SELECT coalesce(string_agg(datname, ' ' ORDER BY datname), '')
-			FROM pg_stat_activity WHERE backend_type = 'idem maintenance'},
-			$expected),
+			SELECT string_agg(datname, ' ' ORDER BY datname)
+					 FILTER (WHERE backend_type = 'idem maintenance'),
+				   string_agg(datname, ' ' ORDER BY datname)
+					 FILTER (WHERE backend_type = 'idem relay')
+			FROM pg_stat_activity},
+			"$expected|$relays"),
 		$test // ($expected eq '' ? 'no workers' : "workers: $expected"));
 	return;
 }
 
 sub worker_pid
 {
-	my ($node, $db) = @_;
+	my ($node, $db, $kind) = @_;
+	$kind //= 'maintenance';
 	return $node->safe_psql('postgres', qq{
 		SELECT pid FROM pg_stat_activity
-		WHERE backend_type = 'idem maintenance' AND datname = '$db'});
+		WHERE backend_type = 'idem $kind' AND datname = '$db'});
 }
 
-# Wait until the worker of this database has completed a run; returns its pid.
+# Wait until the maintenance worker of this database has completed a run, and
+# the relay is there, unless it is switched off; returns the pid of the former.
 # A look at the status is a use of the extension, so this also gets a worker
 # for a database that idem has not heard of.
 sub settled
@@ -53,19 +61,24 @@ sub settled
 	$node->poll_query_until($db, q{
 		SELECT count(*) = 1
 		FROM idem.retention_status s JOIN pg_stat_activity a USING (pid)
-		WHERE s.what = 'key' AND s.reason IS NULL AND s.last_run > a.backend_start})
+		WHERE s.what = 'key' AND s.reason IS NULL AND s.last_run > a.backend_start
+		  AND EXISTS (SELECT FROM idem.worker_status() r JOIN pg_stat_activity USING (pid)
+					  WHERE r.what = 'relay' AND r.state = 'running')
+			= current_setting('idem.relay')::boolean})
 	  or die "no worker in $db";
 	return worker_pid($node, $db);
 }
 
-# End a process of the server, and wait until it has gone.
+# End processes of the server, and wait until they have gone.
 sub terminate
 {
-	my ($node, $pid) = @_;
-	$node->safe_psql('postgres', "SELECT pg_terminate_backend($pid)");
+	my ($node, @pids) = @_;
+	my $pids = join(', ', @pids);
+	$node->safe_psql('postgres',
+		"SELECT pg_terminate_backend(pid) FROM unnest(ARRAY[$pids]) pid");
 	$node->poll_query_until('postgres',
-		"SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $pid)")
-	  or die "process $pid does not end";
+		"SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid IN ($pids))")
+	  or die "processes $pids do not end";
 	return;
 }
 
@@ -111,6 +124,17 @@ sub status_becomes
 	ok( $node->poll_query_until($db,
 			"SELECT bool_and($condition) FROM idem.retention_status"),
 		$test) or diag($node->safe_psql($db, 'SELECT * FROM idem.retention_status'));
+	return;
+}
+
+# The same of the relay.
+sub relay_becomes
+{
+	my ($node, $db, $condition, $test) = @_;
+	local $Test::Builder::Level = $Test::Builder::Level + 1;
+	ok( $node->poll_query_until($db,
+			"SELECT $condition FROM idem.worker_status() WHERE what = 'relay'"),
+		$test) or diag($node->safe_psql($db, 'SELECT * FROM idem.worker_status()'));
 	return;
 }
 
