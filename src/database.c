@@ -283,10 +283,10 @@ on_object_access(ObjectAccessType access, Oid class, Oid object, int sub,
 }
 
 /*
- * Once that has committed, the workers are wanted or are to go.  Which of them is
- * found out at the very end: there may have been savepoints.  It is noted
- * before our locks are released, and so in the right order if somebody else
- * waits to do the reverse.
+ * Once that has committed, the workers are wanted or are to go.  Which of the
+ * two is found out at the very end: there may have been savepoints.  It is
+ * noted before our locks are released, and so in the right order if somebody
+ * else waits to do the reverse.
  */
 static void
 on_xact_end(XactEvent event, void *arg pg_attribute_unused())

@@ -282,7 +282,8 @@ idem_worker_found(IdemDatabase *db, bool installed)
 	if (db->installed != (installed && db->wanted))
 	{
 		db->installed = installed && db->wanted;
-		idem_database_wake(db);
+		if (!db->installed)
+			idem_database_wake(db);
 		idem_process_wake(idem_workers->launcher);
 	}
 	LWLockRelease(idem_workers->lock);
