@@ -30,9 +30,20 @@ OBJS = \
 	src/inbox.o \
 	src/key.o \
 	src/version.o \
+	src/digest.o \
+	src/outbox.o \
+	src/secret.o \
+	src/server.o \
+	src/route.o \
 	src/stat.o \
 	src/worker.o \
 	src/wake.o \
+	src/log.o \
+	src/link.o \
+	src/parked.o \
+	src/delivery.o \
+	src/segment.o \
+	src/relay_stat.o \
 	src/launcher.o \
 	src/database.o \
 	src/sweep.o \
@@ -47,6 +58,11 @@ SQL_PARTS = \
 	src/key.sql \
 	src/version.sql \
 	src/stat.sql \
+	src/outbox.sql \
+	src/server.sql \
+	src/route.sql \
+	src/log.sql \
+	src/relay.sql \
 	src/retention.sql \
 	src/stuck.sql \
 	src/roles.sql

@@ -27,6 +27,17 @@ static const char *const rel_names[IDEM_NUM_RELS] = {
 	[IDEM_REL_INBOX_CONSUMER_NAME] = "inbox_consumer_name",
 	[IDEM_REL_INBOX_CONSUMER_SEQ] = "inbox_consumer_id_seq",
 	[IDEM_REL_KEY] = "key",
+	[IDEM_REL_OUTBOX_0] = "outbox_0",
+	[IDEM_REL_OUTBOX_0 + 1] = "outbox_1",
+	[IDEM_REL_OUTBOX_0 + 2] = "outbox_2",
+	[IDEM_REL_OUTBOX_0 + 3] = "outbox_3",
+	[IDEM_REL_OUTBOX_0 + 4] = "outbox_4",
+	[IDEM_REL_OUTBOX_0 + 5] = "outbox_5",
+	[IDEM_REL_OUTBOX_0 + 6] = "outbox_6",
+	[IDEM_REL_OUTBOX_0 + 7] = "outbox_7",
+	[IDEM_REL_OUTBOX_DEDUP] = "outbox_dedup",
+	[IDEM_REL_OUTBOX_SEQ] = "outbox_seq",
+	[IDEM_REL_ROUTE] = "route",
 	[IDEM_REL_VERSION] = "version",
 };
 

@@ -41,6 +41,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "database.h"
+#include "route.h"
 #include "wake.h"
 #include "worker.h"
 
@@ -239,6 +240,24 @@ call_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		(pstmt, query, read_only_tree, context, params, env, dest, qc);
 }
 
+/* Does this command make, change or drop a server? */
+static bool
+concerns_server(Node *stmt)
+{
+	switch (nodeTag(stmt))
+	{
+		case T_CreateForeignServerStmt:
+		case T_AlterForeignServerStmt:
+			return true;
+		case T_DropStmt:
+			return ((DropStmt *) stmt)->removeType == OBJECT_FOREIGN_SERVER;
+		case T_RenameStmt:
+			return ((RenameStmt *) stmt)->renameType == OBJECT_FOREIGN_SERVER;
+		default:
+			return false;
+	}
+}
+
 static void
 on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		   ProcessUtilityContext context, ParamListInfo params,
@@ -254,6 +273,12 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 
 		if (OidIsValid(oid))
 			clear_database(oid);
+	}
+
+	if (concerns_server(stmt))
+	{
+		idem_route_utility(stmt);
+		idem_wake_orders();
 	}
 
 	call_utility(pstmt, query, read_only_tree, context, params, env, dest, qc);

@@ -31,8 +31,8 @@
 /* So often is a message tried while the server seems down, then parked. */
 #define MAX_PROBES			3
 
-/* A window that killed so many couriers is sent one by one. */
-#define DEATHS_MEAN_POISON	2
+/* What has been with so many couriers when they died is sent alone. */
+#define KILLS_MEAN_SUSPECT	2
 
 /* Do not put more than this on the line at once. */
 #define MAX_ON_LINE			(4 * 1024 * 1024)
@@ -120,16 +120,19 @@ idem_delivery_set_state(IdemDelivery *d, IdemServerState state, const char *reas
 {
 	if (reason == NULL)
 		reason = "";
-	if (d->state != state || strcmp(d->reason, reason) != 0)
+
+	/* Trouble is worth a line when it begins or changes, not every time. */
+	if ((state == IDEM_SERVER_BACKING_OFF || state == IDEM_SERVER_BLOCKED) &&
+		strcmp(d->logged, reason) != 0)
 	{
-		/* Trouble is worth a line when it begins, and when it is over. */
-		if (state == IDEM_SERVER_BACKING_OFF || state == IDEM_SERVER_BLOCKED)
-			ereport(LOG, (errmsg("idem: server \"%s\" is %s: %s", d->name,
-								 state == IDEM_SERVER_BLOCKED ? "blocked" : "down",
-								 reason)));
-		strlcpy(d->reason, reason, sizeof(d->reason));
-		d->state = state;
+		ereport(LOG, (errmsg("idem: server \"%s\" is %s: %s", d->name,
+							 state == IDEM_SERVER_BLOCKED ? "blocked" : "down",
+							 reason)));
+		strlcpy(d->logged, reason, sizeof(d->logged));
 	}
+	if (d->reason != reason)
+		strlcpy(d->reason, reason, sizeof(d->reason));
+	d->state = state;
 	SpinLockAcquire(&d->stat->mutex);
 	d->stat->state = d->state;
 	strlcpy(d->stat->reason, d->reason, sizeof(d->stat->reason));
@@ -446,9 +449,12 @@ send_entry(IdemDelivery *d, DeliveryEntry *e)
 {
 	uint64		slot = d->next_ticket & d->ring_mask;
 
+	bool		suspect = e->kills >= KILLS_MEAN_SUSPECT;
+
 	if (d->ring[slot] != NULL || idem_link_pending(d->link) > MAX_ON_LINE ||
-		(d->probing && d->nsent > 0))
+		((d->probing || d->alone || suspect) && d->nsent > 0))
 		return false;
+	d->alone = suspect;
 	e->ticket = d->next_ticket++;
 	e->state = ENTRY_SENT;
 	d->ring[slot] = e;
@@ -530,6 +536,11 @@ fail_attempt(IdemDelivery *d, DeliveryEntry *e, uint32 retry_after_ms)
 	int			ms = d->server->retry_min_ms;
 
 	e->parked.attempts++;
+	if (!e->was_parked && key_is_parked(d, e->key_hash))
+	{
+		park(d, e, IDEM_PARKED_BEHIND, 0);
+		return;
+	}
 	if (e->parked.attempts >= d->server->max_attempts)
 	{
 		bury(d, e);
@@ -581,9 +592,11 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 		case IDEM_DELIVERED:
 			e->state = ENTRY_DONE;
 			d->failures = 0;
-			d->deaths = 0;
 			d->backoff_ms = 0;
 			d->probing = false;
+			if (d->logged[0] != '\0')
+				ereport(LOG, (errmsg("idem: server \"%s\" is up again", d->name)));
+			d->logged[0] = '\0';
 			idem_relay_stat_sent(d->stat, e->m->enqueued_at);
 			break;
 
@@ -672,18 +685,16 @@ levels_to_elevel(uint32 level)
 	return level == 0 ? DEBUG1 : level == 1 ? LOG : WARNING;
 }
 
-/* Forget the courier; what it had is unknown, or was its death. */
+/*
+ * The courier is gone.  What it had is unknown, and suspected of having killed
+ * it; one that did so all alone is a dead letter.
+ */
 static void
 lose_courier(IdemDelivery *d, const char *reason)
 {
 	dlist_head *lists[] = {&d->retries, &d->entries};
-	bool		alone = d->nsent == 1;
-	bool		had_work = d->nsent > 0;
+	bool		alone = d->alone && d->nsent == 1;
 
-	idem_link_close(d->link);
-	d->link = NULL;
-	if (had_work)
-		d->deaths++;
 	for (int i = 0; i < 2; i++)
 	{
 		dlist_iter	iter;
@@ -697,8 +708,8 @@ lose_courier(IdemDelivery *d, const char *reason)
 			d->ring[e->ticket & d->ring_mask] = NULL;
 			d->nsent--;
 			note_error(d, e, 0, reason);
-			if (alone && d->deaths > DEATHS_MEAN_POISON &&
-				++e->kills >= DEATHS_MEAN_POISON)
+			e->kills++;
+			if (alone && e->kills > KILLS_MEAN_SUSPECT)
 			{
 				e->parked.attempts++;
 				bury(d, e);
@@ -707,9 +718,11 @@ lose_courier(IdemDelivery *d, const char *reason)
 				settle_unknown(d, e);
 		}
 	}
+	d->alone = false;
 	back_off(d, IDEM_SERVER_BACKING_OFF, reason, 0);
-	if (d->deaths < DEATHS_MEAN_POISON)
-		d->probing = false;
+	d->probing = false;
+	idem_link_close(d->link);
+	d->link = NULL;
 	pop_settled(d);
 }
 
@@ -755,7 +768,12 @@ idem_delivery_receive(IdemDelivery *d)
 	}
 	pop_settled(d);
 	if (d->link->broken)
-		lose_courier(d, d->link->reason);
+	{
+		char	   *reason = idem_link_epitaph(d->link);
+
+		lose_courier(d, reason);
+		pfree(reason);
+	}
 }
 
 bool

@@ -30,7 +30,8 @@ typedef struct IdemDelivery
 	int			backoff_ms;
 	bool		probing;		/* one at a time until one gets through */
 	int			failures;		/* in a row without a delivery between */
-	int			deaths;			/* of couriers in a row, likewise */
+	bool		alone;			/* what is sent is suspected of killing couriers */
+	char		logged[256];	/* the trouble that the log knows of */
 
 	IdemLink   *link;			/* NULL: no courier */
 	bool		positioned;

@@ -22,6 +22,13 @@ int			idem_maintenance_naptime = 60;
 int			idem_maintenance_delay = 10;
 int			idem_max_databases = 64;
 bool		idem_relay = true;
+int			idem_max_servers = 64;
+int			idem_outbox_segment_rows = 1000000;
+char	   *idem_secrets_dir = NULL;
+char	   *idem_site = NULL;
+int			idem_outbox_retention = 24 * 3600;
+int			idem_outbox_max_payload = 8 * 1024 * 1024;
+char	   *idem_traceparent = NULL;
 int			idem_stat_entries = 1000;
 
 static const struct config_enum_entry lone_claim_options[] = {
@@ -30,6 +37,26 @@ static const struct config_enum_entry lone_claim_options[] = {
 	{"error", IDEM_LONE_ERROR, false},
 	{NULL, 0, false}
 };
+
+/* Two, 32, 16 and two hexadecimal digits, joined by hyphens; or nothing. */
+static bool
+check_traceparent(char **value, void **extra pg_attribute_unused(),
+				  GucSource source pg_attribute_unused())
+{
+	static const char form[] = "00-00000000000000000000000000000000-0000000000000000-00";
+	const char *s = *value;
+
+	if (s == NULL || *s == '\0')
+		return true;
+	if (strlen(s) != sizeof(form) - 1)
+		return false;
+	for (int i = 0; s[i]; i++)
+	{
+		if (form[i] == '-' ? s[i] != '-' : strchr("0123456789abcdef", s[i]) == NULL)
+			return false;
+	}
+	return true;
+}
 
 /*
  * idem_guc_init
@@ -101,12 +128,61 @@ idem_guc_init(void)
 							 true,
 							 PGC_SIGHUP, 0, NULL, NULL, NULL);
 
+	DefineCustomIntVariable("idem.max_servers",
+							"Number of servers of all databases whose figures are shown.",
+							NULL,
+							&idem_max_servers,
+							64, 1, 10000,
+							start_only, 0, NULL, NULL, NULL);
+
+	DefineCustomIntVariable("idem.outbox_segment_rows",
+							"Number of messages after which the outbox goes on to its next table.",
+							NULL,
+							&idem_outbox_segment_rows,
+							1000000, 1, INT_MAX,
+							PGC_SIGHUP, 0, NULL, NULL, NULL);
+
+	DefineCustomIntVariable("idem.outbox_max_payload",
+							"Largest payload that may be enqueued.",
+							NULL,
+							&idem_outbox_max_payload,
+							8 * 1024 * 1024, 1, 48 * 1024 * 1024,
+							PGC_SUSET, GUC_UNIT_BYTE, NULL, NULL, NULL);
+
+	DefineCustomIntVariable("idem.outbox_retention",
+							"How long messages are kept in the outbox after they were enqueued.",
+							"They can be replayed for so long; what is not sent is kept longer.",
+							&idem_outbox_retention,
+							24 * 3600, 1, INT_MAX,
+							PGC_SIGHUP, GUC_UNIT_S, NULL, NULL, NULL);
+
+	DefineCustomStringVariable("idem.secrets_dir",
+							   "Directory of the files that hold the secrets of servers.",
+							   "Options of servers name files below it; nothing else can be read.",
+							   &idem_secrets_dir,
+							   "",
+							   PGC_SIGHUP, GUC_SUPERUSER_ONLY, NULL, NULL, NULL);
+
+	DefineCustomStringVariable("idem.site",
+							   "Names this place, so that the relay of a physical copy elsewhere holds.",
+							   "Give a copy another site before it is started.",
+							   &idem_site,
+							   "",
+							   PGC_SIGHUP, 0, NULL, NULL, NULL);
+
 	DefineCustomIntVariable("idem.stat_entries",
 							"Number of consumers and scopes that are counted apart.",
 							"Those beyond it are counted together as (other).",
 							&idem_stat_entries,
 							1000, 10, 1000000,
 							start_only, 0, NULL, NULL, NULL);
+
+	DefineCustomStringVariable("idem.traceparent",
+							   "W3C trace context of messages that are enqueued without one.",
+							   NULL,
+							   &idem_traceparent,
+							   "",
+							   PGC_USERSET, 0, check_traceparent, NULL, NULL);
 
 	MarkGUCPrefixReserved("idem");
 }

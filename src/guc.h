@@ -23,6 +23,13 @@ extern int	idem_maintenance_naptime;
 extern int	idem_maintenance_delay;
 extern int	idem_max_databases;
 extern bool idem_relay;
+extern int	idem_max_servers;
+extern int	idem_outbox_segment_rows;
+extern char *idem_secrets_dir;
+extern char *idem_site;
+extern int	idem_outbox_retention;
+extern int	idem_outbox_max_payload;
+extern char *idem_traceparent;
 extern int	idem_stat_entries;
 
 extern void idem_guc_init(void);

@@ -15,6 +15,7 @@
 #include "database.h"
 #include "guc.h"
 #include "launcher.h"
+#include "relay_stat.h"
 #include "stat.h"
 #include "wake.h"
 #include "worker.h"
@@ -34,6 +35,7 @@ on_shmem_request(void)
 	idem_stat_request();
 	idem_worker_request();
 	idem_wake_request();
+	idem_relay_stat_request();
 }
 
 static void
@@ -44,6 +46,7 @@ on_shmem_startup(void)
 	idem_stat_startup();
 	idem_worker_startup();
 	idem_wake_startup();
+	idem_relay_stat_startup();
 }
 
 /*
@@ -62,6 +65,7 @@ _PG_init(void)
 	shmem_request_hook = on_shmem_request;
 	next_shmem_startup = shmem_startup_hook;
 	shmem_startup_hook = on_shmem_startup;
+	idem_wake_init();
 	idem_database_hooks();
 	idem_launcher_register();
 }

@@ -14,8 +14,6 @@
 
 #include "access/xact.h"
 #include "catalog/pg_type.h"
-#include "common/cryptohash.h"
-#include "common/sha2.h"
 #include "executor/execdesc.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
@@ -35,6 +33,7 @@
 
 #include "catalog.h"
 #include "consumer.h"
+#include "digest.h"
 #include "guc.h"
 #include "inbox.h"
 #include "input.h"
@@ -118,8 +117,6 @@ static void
 hash_claim(const char *consumer, char kind, const void *id, int idlen,
 		   pg_uuid_t *key)
 {
-	pg_cryptohash_ctx *ctx = pg_cryptohash_create(PG_SHA256);
-	uint8		digest[PG_SHA256_DIGEST_LENGTH];
 	char		head[sizeof(uint32) + MAX_CONVERSION_GROWTH * IDEM_MAX_NAME + 1];
 	uint32		len;
 	uint32		wirelen;
@@ -132,13 +129,7 @@ hash_claim(const char *consumer, char kind, const void *id, int idlen,
 	memcpy(head + sizeof(uint32), consumer, len);
 	head[sizeof(uint32) + len] = kind;
 
-	if (pg_cryptohash_init(ctx) < 0 ||
-		pg_cryptohash_update(ctx, (uint8 *) head, sizeof(uint32) + len + 1) < 0 ||
-		pg_cryptohash_update(ctx, id, idlen) < 0 ||
-		pg_cryptohash_final(ctx, digest, sizeof(digest)) < 0)
-		elog(ERROR, "could not compute SHA-256: %s", pg_cryptohash_error(ctx));
-	pg_cryptohash_free(ctx);
-	memcpy(key->data, digest, UUID_LEN);
+	idem_digest(head, sizeof(uint32) + len + 1, id, idlen, key);
 }
 
 static void

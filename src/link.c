@@ -35,17 +35,6 @@
 #define READ_CHUNK		65536
 #define COURIER_FD		3
 
-/* The program for a scheme: beside the server's own. */
-char *
-idem_courier_path(const char *scheme)
-{
-	char		dir[MAXPGPATH];
-
-	strlcpy(dir, my_exec_path, MAXPGPATH);
-	get_parent_directory(dir);
-	return psprintf("%s/idem-courier-%s", dir, scheme);
-}
-
 /*
  * In the child, between fork and exec: only what is safe there.  It inherits
  * no descriptor but its socket, no signal setting, no environment.
@@ -439,6 +428,33 @@ idem_link_next(IdemLink *link, IdemFrame *frame)
 }
 
 /*
+ * idem_link_epitaph
+ *		Say what became of a courier whose line broke.
+ *
+ * It is given a moment, for its end to be seen by us.
+ */
+char *
+idem_link_epitaph(IdemLink *link)
+{
+	int			status = 0;
+	pid_t		pid = 0;
+
+	for (int i = 0; i < 50 && pid == 0; i++)
+	{
+		pid = waitpid(link->pid, &status, WNOHANG);
+		if (pid == 0)
+			pg_usleep(1000);
+	}
+	if (pid != link->pid)
+		return pstrdup(link->reason);
+	link->pid = 0;
+	if (WIFSIGNALED(status))
+		return psprintf("courier was terminated by signal %d: %s",
+						WTERMSIG(status), pg_strsignal(WTERMSIG(status)));
+	return psprintf("courier exited with code %d", WEXITSTATUS(status));
+}
+
+/*
  * idem_link_close
  *		Hang up, and make sure that the courier is gone.
  *
@@ -451,10 +467,13 @@ idem_link_close(IdemLink *link)
 	int			status;
 
 	close(link->sock);
-	(void) kill(-link->pid, SIGKILL);
-	(void) kill(link->pid, SIGKILL);
-	while (waitpid(link->pid, &status, 0) < 0 && errno == EINTR)
-		;
+	if (link->pid != 0)
+	{
+		(void) kill(-link->pid, SIGKILL);
+		(void) kill(link->pid, SIGKILL);
+		while (waitpid(link->pid, &status, 0) < 0 && errno == EINTR)
+			;
+	}
 	pfree(link->out.data);
 	pfree(link->in.data);
 	if (link->reason != NULL)

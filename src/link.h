@@ -60,7 +60,6 @@ typedef struct IdemLink
 	char	   *reason;			/* why it is broken */
 } IdemLink;
 
-extern char *idem_courier_path(const char *scheme);
 extern IdemLink *idem_link_open(const char *path, const char *server, List *options);
 extern void idem_link_send(IdemLink *link, uint64 ticket, const IdemMessage *m,
 						   const char *destination, int attempt);
@@ -69,6 +68,7 @@ extern void idem_link_flush(IdemLink *link);
 extern void idem_link_fill(IdemLink *link);
 extern bool idem_link_next(IdemLink *link, IdemFrame *frame);
 extern int	idem_link_pending(IdemLink *link);
+extern char *idem_link_epitaph(IdemLink *link);
 extern void idem_link_close(IdemLink *link);
 
 #endif							/* IDEM_LINK_H */

@@ -246,37 +246,6 @@ idem_tick_take(int64 id)
 }
 
 /*
- * idem_tick_is_due
- *		Has anything happened since that a new tick would see?
- *
- * Either a number was given out, or a transaction that was under way at the
- * last tick has ended.
- */
-bool
-idem_tick_is_due(const IdemTick *newest)
-{
-	Snapshot	snapshot = GetActiveSnapshot();
-
-	if (newest == NULL)
-		return idem_log_last_seq() > 0;
-	if (idem_log_last_seq() > newest->seq_after)
-		return true;
-	if (newest->all)
-		return false;
-	for (int i = 0; i < newest->nxip; i++)
-	{
-		if (!XidInMVCCSnapshot((TransactionId) newest->xip[i], snapshot))
-			return true;
-	}
-	for (uint64 xid = newest->xmax; xid < newest->xid; xid++)
-	{
-		if (!XidInMVCCSnapshot((TransactionId) xid, snapshot))
-			return true;
-	}
-	return false;
-}
-
-/*
  * idem_reader_init
  *		Go on reading at a position.
  *
@@ -671,4 +640,80 @@ idem_log_message(int64 seq)
 		m = copy_message(page.scans[0].slot);
 	close_page(&page);
 	return m;
+}
+
+/* Has this transaction, which has ended, left anything in the log? */
+static bool
+has_written(LogPage *page, uint64 xid)
+{
+	ScanKeyData key;
+	bool		result;
+
+	ScanKeyInit(&key, 1, BTEqualStrategyNumber, F_XID8EQ,
+				FullTransactionIdGetDatum(FullTransactionIdFromU64(xid)));
+	for (int i = 0; i < IDEM_SEGMENTS && page->nscans == 0; i++)
+	{
+		if (page->heaps[i] != NULL)
+			add_scan(page, i, &key, 1);
+	}
+	result = page->nscans > 0;
+	if (result)
+		close_scan(&page->scans[--page->nscans]);
+	return result;
+}
+
+/* Those that were under way at a tick, and perhaps still are. */
+static void
+list_pending(IdemTick *tick)
+{
+	tick->pending = MemoryContextAllocHuge(GetMemoryChunkContext(tick),
+										   (tick->nxip + (tick->xid - Min(tick->xmax, tick->xid)) + 1) *
+										   sizeof(uint64));
+	for (int i = 0; i < tick->nxip; i++)
+		tick->pending[tick->npending++] = tick->xip[i];
+	for (uint64 xid = tick->xmax; xid < tick->xid; xid++)
+		tick->pending[tick->npending++] = xid;
+}
+
+/*
+ * idem_tick_is_due
+ *		Is there anything that a new tick would see, and the newest does not?
+ *
+ * Either a number was given out since, or a transaction that was under way
+ * has ended and left something.  Those that left nothing are forgotten, so
+ * that a database busy with other things does not make us tick.
+ */
+bool
+idem_tick_is_due(IdemTick *newest)
+{
+	LogPage		page;
+	LogScan		scan;
+	bool		due = false;
+	int			kept = 0;
+
+	if (newest == NULL)
+		return idem_log_last_seq() > 0;
+	if (idem_log_last_seq() > newest->seq_after)
+		return true;
+	if (newest->all)
+		return false;
+	if (newest->pending == NULL)
+		list_pending(newest);
+	if (newest->npending == 0)
+		return false;
+
+	open_segments(&page, Anum_outbox_xid, Anum_outbox_seq);
+	page.scans = &scan;
+	for (int i = 0; i < newest->npending; i++)
+	{
+		uint64		xid = newest->pending[i];
+
+		if (due || XidInMVCCSnapshot((TransactionId) xid, GetActiveSnapshot()))
+			newest->pending[kept++] = xid;
+		else
+			due = has_written(&page, xid);
+	}
+	newest->npending = kept;
+	close_page(&page);
+	return due;
 }

@@ -27,6 +27,8 @@ typedef struct IdemTick
 	int64		seq_before;		/* last number given before, */
 	int64		seq_after;		/* and after the snapshot was taken */
 	TimestampTz at;
+	uint64	   *pending;		/* see idem_tick_is_due() */
+	int			npending;
 } IdemTick;
 
 /*
@@ -72,7 +74,7 @@ typedef struct IdemReader
 extern IdemTick *idem_tick_newest(void);
 extern IdemTick *idem_tick_get(int64 id);
 extern IdemTick *idem_tick_take(int64 id);
-extern bool idem_tick_is_due(const IdemTick *newest);
+extern bool idem_tick_is_due(IdemTick *newest);
 
 extern void idem_reader_init(IdemReader *reader, const IdemPosition *pos);
 extern bool idem_reader_begin_round(IdemReader *reader, int64 newest_tick);

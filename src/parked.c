@@ -136,9 +136,11 @@ List *
 idem_parked_due(const char *server, int max)
 {
 	static IdemStatement st = {
-		.sql = "SELECT seq, route, key, destination, state, attempts"
-		" FROM idem.relay_parked WHERE server = $1 AND due <= $2"
-		" ORDER BY due, seq LIMIT $3",
+		.sql = "SELECT p.seq, p.route, p.key, p.destination, p.state, p.attempts"
+		" FROM idem.relay_parked p WHERE p.server = $1 AND p.due <= $2"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
+		" AND b.key = p.key AND b.seq < p.seq AND b.state <> 'delayed' AND p.state <> 'delayed')"
+		" ORDER BY p.due, p.seq LIMIT $3",
 		.nargs = 3,
 		.types = {TEXTOID, TIMESTAMPTZOID, INT4OID}
 	};

@@ -3,45 +3,774 @@
  * relay.c
  *		Delivers what is in the outbox.
  *
+ * One worker per database serves all its servers.  It looks at the log (a
+ * tick), reads what has become visible, hands it to a courier per server, and
+ * writes down how far each has got.  Every transaction is short, and none is
+ * open while anything is waited for.
+ *
+ * An error ends the worker, and the launcher starts it anew.  The exception
+ * is writing down positions: if that fails (a full disk, a read-only server)
+ * what has been acknowledged stays in memory, and nothing more is sent until
+ * it works again, since else every restart would send the same things anew.
+ *
  *-------------------------------------------------------------------------
  */
 #include "postgres.h"
 
+#include <sys/stat.h>
+
+#include "access/xact.h"
+#include "access/xlog.h"
+#include "catalog/pg_type.h"
+#include "executor/spi.h"
+#include "funcapi.h"
 #include "miscadmin.h"
 #include "pgstat.h"
 #include "postmaster/interrupt.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
+#include "utils/builtins.h"
 #include "utils/guc.h"
+#include "utils/inval.h"
+#include "utils/memutils.h"
+#include "utils/pg_lsn.h"
+#include "utils/snapmgr.h"
+#include "utils/syscache.h"
 
+#include "catalog.h"
+#include "compat.h"
+#include "delivery.h"
+#include "guc.h"
+#include "launcher.h"
 #include "relay.h"
+#include "route.h"
+#include "segment.h"
+#include "statement.h"
 #include "wake.h"
 #include "worker.h"
 
-#define POLL_MS		10000
+/* The safety net under lost wake-ups, and orders that passed us by. */
+#define POLL_MS			1000
+#define ORDERS_MS		5000
+
+/* Positions are written at most so often, unless there is more to write. */
+#define RECORD_MS		10
+#define RECORD_RETRY_MS	1000
+
+/* At the end, couriers get this long to answer for what they have. */
+#define DRAIN_MS		2000
+
+PG_FUNCTION_INFO_V1(idem_relay_notice);
+PG_FUNCTION_INFO_V1(idem_relay_worker);
+
+static List *deliveries = NIL;
+static IdemTick *newest = NULL;
+static MemoryContext tick_context;
+static bool orders_changed = true;
+static TimestampTz orders_read_at = 0;
+static TimestampTz recorded_at = 0;
+static TimestampTz record_again_at = 0; /* 0: recording works */
+static XLogRecPtr newest_lsn = InvalidXLogRecPtr;
+
+/*
+ * relay_notice() returns void
+ *		Make the relay read its orders anew when this transaction commits.
+ */
+Datum
+idem_relay_notice(PG_FUNCTION_ARGS pg_attribute_unused())
+{
+	idem_wake_orders();
+	PG_RETURN_VOID();
+}
+
+/* relay_worker(OUT state, OUT reason, OUT pid) */
+Datum
+idem_relay_worker(PG_FUNCTION_ARGS)
+{
+	TupleDesc	tupdesc;
+	const char *state;
+	const char *reason;
+	int			pid;
+	Datum		values[3];
+	bool		nulls[3] = {0};
+
+	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	idem_worker_describe(IDEM_WORKER_RELAY, &state, &reason, &pid);
+	values[0] = CStringGetTextDatum(state);
+	nulls[1] = reason == NULL;
+	if (reason != NULL)
+		values[1] = CStringGetTextDatum(reason);
+	values[2] = Int32GetDatum(pid);
+	nulls[2] = pid == 0;
+	PG_RETURN_DATUM(HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc),
+													  values, nulls)));
+}
+
+static void
+begin(const char *activity)
+{
+	SetCurrentStatementStartTimestamp();
+	StartTransactionCommand();
+	pgstat_report_activity(STATE_RUNNING, activity);
+}
+
+static void
+begin_reading(const char *activity)
+{
+	begin(activity);
+	PushActiveSnapshot(GetTransactionSnapshot());
+}
+
+static void
+commit(void)
+{
+	if (ActiveSnapshotSet())
+		PopActiveSnapshot();
+	CommitTransactionCommand();
+	pgstat_report_activity(STATE_IDLE, NULL);
+}
+
+static void
+on_servers_changed(Datum arg pg_attribute_unused(), int cache pg_attribute_unused(),
+				   uint32 hash pg_attribute_unused())
+{
+	orders_changed = true;
+}
+
+/*
+ * Is this database the one to which the outbox belongs?  NULL, or what is
+ * different.  The first relay that finds no mark leaves its own.
+ */
+static char *
+away_from_home(void)
+{
+	static IdemStatement compare = {
+		.sql = "SELECT pg_catalog.concat_ws(', ',"
+		" CASE WHEN i.system_identifier <> w.system_identifier THEN 'another cluster' END,"
+		" CASE WHEN i.database <> w.database THEN 'another database' END,"
+		" CASE WHEN i.site <> w.site THEN pg_catalog.format('idem.site was \"%s\"', i.site) END)"
+		" FROM idem.relay_identity i, idem.relay_whereabouts() w"
+	};
+	static IdemStatement mark = {
+		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
+		" SELECT * FROM idem.relay_whereabouts()"
+	};
+	MemoryContext caller = CurrentMemoryContext;
+	char	   *difference = NULL;
+
+	SPI_connect();
+	if (idem_statement_run(&compare, NULL, NULL) == 0)
+		idem_statement_run(&mark, NULL, NULL);
+	else
+	{
+		char	   *s = SPI_getvalue(SPI_tuptable->vals[0],
+									 SPI_tuptable->tupdesc, 1);
+
+		if (s != NULL && s[0] != '\0')
+			difference = MemoryContextStrdup(caller, s);
+	}
+	SPI_finish();
+	return difference;
+}
+
+static bool
+is_paused(const char *server)
+{
+	static IdemStatement st = {
+		.sql = "SELECT FROM idem.relay_paused WHERE server = $1",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
+	Datum		values[1] = {CStringGetTextDatum(server)};
+	bool		result;
+
+	SPI_connect();
+	result = idem_statement_run(&st, values, NULL) > 0;
+	SPI_finish();
+	return result;
+}
+
+static bool
+same_options(List *a, List *b)
+{
+	ListCell   *la;
+	ListCell   *lb;
+
+	if (list_length(a) != list_length(b))
+		return false;
+	forboth(la, a, lb, b)
+	{
+		IdemOption *x = lfirst(la);
+		IdemOption *y = lfirst(lb);
+
+		if (strcmp(x->name, y->name) != 0 || strcmp(x->value, y->value) != 0)
+			return false;
+	}
+	return true;
+}
+
+static IdemDelivery *
+find_delivery(const char *name)
+{
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (strcmp(d->name, name) == 0)
+			return d;
+	}
+	return NULL;
+}
+
+/* Put a server's orders into force. */
+static void
+give_orders(IdemServer *server, List *all_routes, MemoryContext context,
+			const char *away, bool asked)
+{
+	IdemDelivery *d = find_delivery(server->name);
+	MemoryContext old_context;
+	bool		other = false;
+	ListCell   *lc;
+
+	if (d == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		d = idem_delivery_create(server->name);
+		deliveries = lappend(deliveries, d);
+		MemoryContextSwitchTo(old);
+	}
+	else
+		other = !same_options(d->server->options, server->options);
+
+	old_context = d->orders_context;
+	d->server = server;
+	d->orders_context = context;
+	d->routes = NIL;
+	foreach(lc, all_routes)
+	{
+		IdemRoute  *route = lfirst(lc);
+
+		if (strcmp(route->server, server->name) == 0)
+		{
+			MemoryContext old = MemoryContextSwitchTo(context);
+
+			d->routes = lappend(d->routes, route);
+			MemoryContextSwitchTo(old);
+		}
+	}
+	if (old_context != NULL)
+		MemoryContextDelete(old_context);
+	if (other)
+		idem_delivery_hang_up(d);
+
+	if (away != NULL)
+		idem_delivery_set_state(d, IDEM_SERVER_HOLDING, away);
+	else if (server->error != NULL)
+	{
+		d->until = DT_NOEND;
+		idem_delivery_set_state(d, IDEM_SERVER_BLOCKED, server->error);
+	}
+	else if (is_paused(server->name))
+		idem_delivery_set_state(d, IDEM_SERVER_PAUSED, NULL);
+	else if (d->state == IDEM_SERVER_STARTING || d->state == IDEM_SERVER_PAUSED ||
+			 d->state == IDEM_SERVER_HOLDING || d->until == DT_NOEND || other || asked)
+	{
+		d->until = 0;
+		idem_delivery_set_state(d, IDEM_SERVER_RUNNING, NULL);
+	}
+}
+
+/* Read servers, routes and all that an operator has said. */
+static void
+read_orders(bool asked)
+{
+	List	   *servers;
+	List	   *gone = NIL;
+	ListCell   *lc;
+	char	   *away;
+	MemoryContext old;
+
+	begin_reading("reading servers and routes");
+	orders_changed = false;
+	orders_read_at = GetCurrentTimestamp();
+	away = away_from_home();
+	if (away != NULL)
+		away = psprintf("this is a copy (%s); relay_adopt() makes it send", away);
+
+	MemoryContextReset(tick_context);
+	old = MemoryContextSwitchTo(tick_context);
+	newest = idem_tick_newest();
+	MemoryContextSwitchTo(old);
+
+	servers = idem_servers_load();
+	foreach(lc, servers)
+	{
+		/* Every server has its own copy, which lives as long as its orders. */
+		MemoryContext context = AllocSetContextCreate(TopMemoryContext, "idem orders",
+													  ALLOCSET_SMALL_SIZES);
+		IdemServer *server = lfirst(lc);
+		List	   *mine;
+		ListCell   *lc2;
+
+		old = MemoryContextSwitchTo(context);
+		mine = idem_servers_load();
+		foreach(lc2, mine)
+		{
+			if (strcmp(((IdemServer *) lfirst(lc2))->name, server->name) == 0)
+				give_orders(lfirst(lc2), idem_routes_load(), context, away, asked);
+		}
+		MemoryContextSwitchTo(old);
+	}
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+		bool		found = false;
+		ListCell   *lc2;
+
+		foreach(lc2, servers)
+			found |= strcmp(((IdemServer *) lfirst(lc2))->name, d->name) == 0;
+		if (!found)
+			gone = lappend(gone, d);
+	}
+	foreach(lc, gone)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		deliveries = list_delete_ptr(deliveries, d);
+		MemoryContextDelete(d->orders_context);
+		idem_delivery_drop(d);
+	}
+	commit();
+}
+
+/* Look at the log again, durably. */
+static void
+take_tick(void)
+{
+	IdemTick   *tick;
+	MemoryContext old;
+	int64		id = newest != NULL ? newest->id + 1 : 1;
+
+	begin("looking at the outbox");
+	MemoryContextReset(tick_context);
+	newest = NULL;
+	old = MemoryContextSwitchTo(tick_context);
+	tick = idem_tick_take(id);
+	MemoryContextSwitchTo(old);
+	commit();
+	newest_lsn = XactLastCommitEnd;
+	newest = tick;
+}
+
+/* Have the standbys that this server waits for everything up to the tick? */
+static bool
+gate_is_open(IdemDelivery *d)
+{
+	static IdemStatement st = {
+		.sql = "SELECT count(*) >= pg_catalog.cardinality($1) FROM pg_catalog.pg_stat_replication"
+		" WHERE application_name = ANY ($1) AND flush_lsn >= $2",
+		.nargs = 2,
+		.types = {TEXTARRAYOID, PG_LSNOID}
+	};
+	static IdemStatement split = {
+		.sql = "SELECT pg_catalog.regexp_split_to_array($1, '\\s*,\\s*')",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
+	Datum		values[2];
+	bool		isnull;
+	bool		open;
+
+	if (d->server->gate != IDEM_GATE_STANDBY)
+		return true;
+	if (XLogRecPtrIsInvalid(newest_lsn))
+		newest_lsn = GetXLogInsertRecPtr();
+	SPI_connect();
+	values[0] = CStringGetTextDatum(d->server->standbys != NULL ? d->server->standbys : "");
+	idem_statement_run(&split, values, NULL);
+	values[0] = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
+	values[1] = LSNGetDatum(newest_lsn);
+	idem_statement_run(&st, values, NULL);
+	open = DatumGetBool(SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull));
+	SPI_finish();
+	return open;
+}
+
+/* Write down all positions; false if that did not work. */
+static bool
+record(void)
+{
+	MemoryContext context = CurrentMemoryContext;
+	volatile bool ok = true;
+	bool		needed = false;
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+		needed |= idem_delivery_needs_record(lfirst(lc));
+	if (!needed)
+		return true;
+
+	PG_TRY();
+	{
+		begin_reading("recording positions");
+		foreach(lc, deliveries)
+		{
+			if (idem_delivery_needs_record(lfirst(lc)))
+				idem_delivery_record(lfirst(lc));
+		}
+		commit();
+	}
+	PG_CATCH();
+	{
+		/* The one place that carries on: what we know must not get lost. */
+		MemoryContextSwitchTo(context);
+		HOLD_INTERRUPTS();
+		EmitErrorReport();
+		FlushErrorState();
+		AbortCurrentTransaction();
+		RESUME_INTERRUPTS();
+		pgstat_report_activity(STATE_IDLE, NULL);
+		ok = false;
+	}
+	PG_END_TRY();
+
+	recorded_at = GetCurrentTimestamp();
+	record_again_at = ok ? 0 :
+		TimestampTzPlusMilliseconds(recorded_at, RECORD_RETRY_MS);
+	foreach(lc, deliveries)
+	{
+		if (ok && idem_delivery_needs_record(lfirst(lc)))
+			idem_delivery_recorded(lfirst(lc));
+	}
+	return ok;
+}
+
+/* Is it time to write positions down? */
+static bool
+record_is_due(void)
+{
+	TimestampTz now = GetCurrentTimestamp();
+
+	if (record_again_at != 0)
+		return now >= record_again_at;
+	return TimestampDifferenceExceeds(recorded_at, now, RECORD_MS);
+}
+
+/* Start the courier of a server, if it should have one. */
+static void
+start_courier(IdemDelivery *d)
+{
+	char	   *path = idem_courier_path(d->server->scheme);
+	struct stat st;
+
+	if (stat(path, &st) != 0)
+	{
+		d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ORDERS_MS);
+		idem_delivery_set_state(d, IDEM_SERVER_BLOCKED,
+								psprintf("program idem-courier-%s is not installed",
+										 d->server->scheme));
+	}
+	else
+	{
+		MemoryContext old = MemoryContextSwitchTo(d->context);
+
+		d->link = idem_link_open(path, d->name, d->server->options);
+		MemoryContextSwitchTo(old);
+		idem_delivery_set_state(d, d->state, d->reason);
+	}
+	pfree(path);
+}
+
+/* Whatever a server's state asks for now. */
+static void
+tend(IdemDelivery *d)
+{
+	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
+		d->until <= GetCurrentTimestamp())
+		idem_delivery_set_state(d, IDEM_SERVER_RUNNING, NULL);
+	if (d->state == IDEM_SERVER_RUNNING && d->link == NULL &&
+		(d->routes != NIL || d->nentries > 0))
+		start_courier(d);
+}
+
+/* Read for one server; true if it got something to do. */
+static bool
+feed(IdemDelivery *d, bool *hungry)
+{
+	bool		fed = false;
+
+	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0)
+		return false;
+	if (!d->positioned)
+	{
+		begin_reading("finding a position");
+		idem_delivery_position(d, newest != NULL ? newest->id : 0);
+		commit();
+		*hungry |= d->routes != NIL;
+	}
+	if (d->positioned && d->next_due <= GetCurrentTimestamp() && d->nretries == 0)
+	{
+		begin_reading("reading parked messages");
+		idem_delivery_read_due(d);
+		commit();
+		fed |= d->nretries > 0;
+	}
+	if (!idem_delivery_wants(d))
+		return fed;
+	if (d->reader.b == NULL && d->reader.pos.b == 0 &&
+		(newest == NULL || newest->id <= d->reader.pos.a))
+	{
+		*hungry = true;
+		return fed;
+	}
+
+	begin_reading("reading the outbox");
+	if (d->reader.b != NULL || d->reader.pos.b != 0 || gate_is_open(d))
+	{
+		idem_delivery_read(d, newest->id);
+		fed = true;
+	}
+	commit();
+	return fed;
+}
+
+/* Show the world where a server stands. */
+static void
+publish(IdemDelivery *d)
+{
+	SpinLockAcquire(&d->stat->mutex);
+	d->stat->in_flight = d->nsent;
+	if (d->positioned)
+	{
+		/* Between two rounds, everything up to the tick is done. */
+		d->stat->seq = d->done.b == 0 && d->reader.a->id == d->done.a ?
+			d->reader.a->seq_after : Max(d->done.seq, d->stat->seq);
+		if (d->reader.a->id == d->done.a)
+			d->stat->tick_at = d->reader.a->at;
+	}
+	SpinLockRelease(&d->stat->mutex);
+}
+
+/* One turn of the wheel; true if there may be more to do at once. */
+static bool
+turn(void)
+{
+	bool		busy = false;
+	bool		hungry = false;
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		idem_delivery_receive(d);
+		tend(d);
+	}
+	if (record_is_due())
+		(void) record();
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		busy |= feed(d, &hungry);
+		if (record_again_at == 0)
+			idem_delivery_send(d);
+		if (d->link != NULL)
+			idem_link_flush(d->link);
+		publish(d);
+	}
+
+	if (hungry && !busy)
+	{
+		bool		due;
+
+		idem_wake_prepare_sleep();
+		begin_reading("looking for news");
+		due = idem_tick_is_due(newest);
+		commit();
+		if (due)
+		{
+			idem_wake_awake();
+			take_tick();
+			busy = true;
+		}
+	}
+	return busy;
+}
+
+/* How long to wait at most. */
+static long
+sleep_time(void)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	long		ms = POLL_MS;
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED)
+			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->until));
+		else if (d->state == IDEM_SERVER_RUNNING && d->positioned && d->nretries == 0)
+			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->next_due));
+		if (idem_delivery_needs_record(d))
+			ms = Min(ms, record_again_at != 0 ?
+					 TimestampDifferenceMilliseconds(now, record_again_at) : RECORD_MS);
+		if (d->server->gate == IDEM_GATE_STANDBY)
+			ms = Min(ms, 100);
+	}
+	return Max(ms, 1);
+}
+
+/* Wait for the latch, for couriers, and for the time to come. */
+static void
+wait_for_something(long ms)
+{
+	WaitEventSet *set = idem_create_wait_event_set(list_length(deliveries) + 2);
+	WaitEvent	event;
+	ListCell   *lc;
+
+	AddWaitEventToSet(set, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
+	AddWaitEventToSet(set, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (d->link != NULL)
+			AddWaitEventToSet(set, WL_SOCKET_READABLE |
+							  (idem_link_pending(d->link) > 0 ? WL_SOCKET_WRITEABLE : 0),
+							  d->link->sock, NULL, NULL);
+	}
+	(void) WaitEventSetWait(set, ms, &event, 1, PG_WAIT_EXTENSION);
+	FreeWaitEventSet(set);
+	ResetLatch(MyLatch);
+}
+
+/*
+ * Let couriers answer for what they have, for a bounded time, and write that
+ * down.  A stop that nobody notices sends nothing twice.
+ */
+static void
+drain(void)
+{
+	TimestampTz end = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), DRAIN_MS);
+	bool		waiting = true;
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (d->link != NULL && d->nsent > 0)
+			idem_link_quit(d->link);
+	}
+	while (waiting && GetCurrentTimestamp() < end)
+	{
+		waiting = false;
+		foreach(lc, deliveries)
+		{
+			IdemDelivery *d = lfirst(lc);
+
+			if (d->link != NULL)
+				idem_link_flush(d->link);
+			idem_delivery_receive(d);
+			waiting |= d->link != NULL && d->nsent > 0;
+		}
+		if (waiting)
+			wait_for_something(TimestampDifferenceMilliseconds(GetCurrentTimestamp(), end));
+	}
+	(void) record();
+}
+
+/* However we leave, no courier stays behind. */
+static void
+on_exit_hang_up(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
+{
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (d->link != NULL)
+			idem_link_close(d->link);
+		d->link = NULL;
+	}
+}
+
+/* Serve until we are asked to leave. */
+static void
+serve(IdemDatabase *db)
+{
+	MemoryContext turn_context = AllocSetContextCreate(TopMemoryContext, "idem relay turn",
+													   ALLOCSET_DEFAULT_SIZES);
+
+	tick_context = AllocSetContextCreate(TopMemoryContext, "idem newest tick",
+										 ALLOCSET_DEFAULT_SIZES);
+	while (!ShutdownRequestPending && idem_worker_may_run(db, IDEM_WORKER_RELAY))
+	{
+		bool		asked = idem_wake_orders_pending();
+
+		MemoryContextReset(turn_context);
+		MemoryContextSwitchTo(turn_context);
+		CHECK_FOR_INTERRUPTS();
+		if (ConfigReloadPending)
+		{
+			ConfigReloadPending = false;
+			ProcessConfigFile(PGC_SIGHUP);
+			orders_changed = true;
+		}
+		if (asked || orders_changed ||
+			TimestampDifferenceExceeds(orders_read_at, GetCurrentTimestamp(), ORDERS_MS))
+		{
+			read_orders(asked);
+			idem_worker_succeeded(db, IDEM_WORKER_RELAY);
+			idem_segment_tend(deliveries);
+		}
+		if (!turn())
+			wait_for_something(sleep_time());
+		idem_wake_awake();
+		pgstat_report_stat(false);
+	}
+	drain();
+}
 
 /* Entry point of the relay. */
 void
 idem_relay_main(Datum arg)
 {
 	IdemDatabase *db = idem_worker_start(arg, IDEM_WORKER_RELAY);
+	MemoryContext context = CurrentMemoryContext;
 
+	/* We leave in an orderly way; see drain(). */
+	pqsignal(SIGTERM, SignalHandlerForShutdownRequest);
+	SetConfigOption("lock_timeout", "5s", PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("synchronous_commit", "off", PGC_SUSET, PGC_S_OVERRIDE);
+	before_shmem_exit(on_exit_hang_up, (Datum) 0);
+	CacheRegisterSyscacheCallback(FOREIGNSERVEROID, on_servers_changed, (Datum) 0);
 	idem_wake_attach();
-	idem_worker_succeeded(db, IDEM_WORKER_RELAY);
-	while (idem_worker_may_run(db, IDEM_WORKER_RELAY))
+
+	PG_TRY();
 	{
-		pgstat_report_activity(STATE_IDLE, NULL);
-		idem_wake_prepare_sleep();
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
-						 POLL_MS, PG_WAIT_EXTENSION);
-		ResetLatch(MyLatch);
-		idem_wake_awake();
-		CHECK_FOR_INTERRUPTS();
-		if (ConfigReloadPending)
-		{
-			ConfigReloadPending = false;
-			ProcessConfigFile(PGC_SIGHUP);
-		}
+		serve(db);
 	}
+	PG_CATCH();
+	{
+		ErrorData  *error;
+
+		MemoryContextSwitchTo(context);
+		error = CopyErrorData();
+		idem_worker_failed(db, IDEM_WORKER_RELAY,
+						   psprintf("%s: %s", unpack_sql_state(error->sqlerrcode),
+									error->message));
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
 	proc_exit(0);
 }

@@ -170,7 +170,7 @@ COMMENT ON FUNCTION idem.relay_adopt() IS
 
 CREATE FUNCTION idem.relay_stat(
 		OUT server text, OUT state text, OUT reason text, OUT courier integer,
-		OUT sent bigint, OUT retried bigint, OUT unknown bigint, OUT dead bigint, OUT unrouted bigint,
+		OUT sent bigint, OUT retried bigint, OUT unknown bigint, OUT dead bigint,
 		OUT in_flight integer, OUT tick_at timestamptz, OUT seq bigint,
 		OUT last_error text, OUT last_error_at timestamptz, OUT last_sent_at timestamptz,
 		OUT rate double precision, OUT p50_ms double precision, OUT p99_ms double precision)
@@ -192,7 +192,7 @@ CREATE VIEW idem.relay_status AS
 		   greatest(CASE WHEN q.is_called THEN q.last_value ELSE q.last_value - 1 END - r.seq, 0) + p.parked AS unsent_at_most,
 		   CASE WHEN r.seq < CASE WHEN q.is_called THEN q.last_value ELSE q.last_value - 1 END
 				THEN now() - coalesce(r.tick_at, now()) END AS oldest_unsent_at_most,
-		   p.parked, r.in_flight, r.sent, r.retried, r.unknown, r.dead, r.unrouted,
+		   p.parked, r.in_flight, r.sent, r.retried, r.unknown, r.dead,
 		   r.rate, r.p50_ms, r.p99_ms, r.last_sent_at, r.last_error, r.last_error_at, r.courier
 	FROM pg_catalog.pg_foreign_server v
 		 JOIN pg_catalog.pg_foreign_data_wrapper f ON f.oid = v.srvfdw AND f.fdwname = 'idem'

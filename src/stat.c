@@ -72,7 +72,7 @@ typedef struct IdemStatShared
 {
 	LWLock	   *lock;			/* protects the hash and the generation */
 	pg_atomic_uint32 generation;	/* grows when entries are removed */
-	IdemStatEntry other[2];		/* what did not fit, per kind */
+	IdemStatEntry other[IDEM_STAT_KINDS];		/* what did not fit, per kind */
 } IdemStatShared;
 
 static IdemStatShared *shared = NULL;
@@ -258,7 +258,7 @@ idem_stat_startup(void)
 		memset(shared, 0, sizeof(IdemStatShared));
 		shared->lock = &GetNamedLWLockTranche("idem_stat")->lock;
 		pg_atomic_init_u32(&shared->generation, 1);
-		for (int kind = 0; kind < 2; kind++)
+		for (int kind = 0; kind < IDEM_STAT_KINDS; kind++)
 		{
 			clear_entry(&shared->other[kind]);
 			shared->other[kind].key.kind = kind;
@@ -338,8 +338,7 @@ put_row(ReturnSetInfo *rsinfo, IdemStatEntry *entry)
 Datum
 idem_stat_rows(PG_FUNCTION_ARGS)
 {
-	IdemStatKind kind = PG_GETARG_INT32(0) == IDEM_STAT_SCOPE ?
-		IDEM_STAT_SCOPE : IDEM_STAT_CONSUMER;
+	IdemStatKind kind = Min(Max(PG_GETARG_INT32(0), 0), IDEM_STAT_KINDS - 1);
 	HASH_SEQ_STATUS seq;
 	IdemStatEntry *entry;
 	bool		other_used = false;

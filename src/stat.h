@@ -11,8 +11,11 @@
 typedef enum IdemStatKind
 {
 	IDEM_STAT_CONSUMER,
-	IDEM_STAT_SCOPE
+	IDEM_STAT_SCOPE,
+	IDEM_STAT_TOPIC
 } IdemStatKind;
+
+#define IDEM_STAT_KINDS	(IDEM_STAT_TOPIC + 1)
 
 /* What is counted; the meaning of a column depends on the kind. */
 typedef enum IdemStatColumn
@@ -29,7 +32,10 @@ typedef enum IdemStatColumn
 	IDEM_STAT_KEY_IN_FLIGHT,
 	IDEM_STAT_TAKEN_OVER,
 
-	IDEM_STAT_COLUMNS
+	IDEM_STAT_ENQUEUED = 0,
+	IDEM_STAT_DEDUPED,
+
+	IDEM_STAT_COLUMNS = 5
 } IdemStatColumn;
 
 /* A place to count, remembered by who counts; zero it to begin with. */

@@ -245,6 +245,62 @@ insert_index_entries(Relation heap, List *indexes, HeapTuple tup)
 }
 
 /*
+ * idem_insert_rows
+ *		Insert rows into a table about whose keys there is no doubt.
+ */
+void
+idem_insert_rows(Relation heap, HeapTuple *rows, int n)
+{
+	List	   *indexes = RelationGetIndexList(heap);
+	TupleTableSlot **slots = palloc(n * sizeof(TupleTableSlot *));
+	EState	   *estate = CreateExecutorState();
+	ListCell   *lc;
+
+	for (int i = 0; i < n; i++)
+	{
+		slots[i] = MakeSingleTupleTableSlot(RelationGetDescr(heap), &TTSOpsHeapTuple);
+		ExecStoreHeapTuple(rows[i], slots[i], false);
+		slots[i]->tts_tableOid = RelationGetRelid(heap);
+	}
+	if (n == 1)
+	{
+		heap_insert(heap, rows[0], GetCurrentCommandId(true), 0, NULL);
+		slots[0]->tts_tid = rows[0]->t_self;
+	}
+	else
+		heap_multi_insert(heap, slots, n, GetCurrentCommandId(true), 0, NULL);
+
+	foreach(lc, indexes)
+	{
+		Relation	index = index_open(lfirst_oid(lc), RowExclusiveLock);
+		IndexInfo  *info = BuildIndexInfo(index);
+		ExprState  *predicate = ExecPrepareQual(info->ii_Predicate, estate);
+		Datum		values[INDEX_MAX_KEYS];
+		bool		isnull[INDEX_MAX_KEYS];
+
+		for (int i = 0; info->ii_ReadyForInserts && i < n; i++)
+		{
+			GetPerTupleExprContext(estate)->ecxt_scantuple = slots[i];
+			if (!ExecQual(predicate, GetPerTupleExprContext(estate)))
+				continue;
+			FormIndexDatum(info, slots[i], estate, values, isnull);
+			index_insert(index, values, isnull, &slots[i]->tts_tid, heap,
+						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
+						 false, info);
+			ResetPerTupleExprContext(estate);
+		}
+		idem_index_insert_cleanup(index, info);
+		index_close(index, NoLock);
+	}
+
+	for (int i = 0; i < n; i++)
+		ExecDropSingleTupleTableSlot(slots[i]);
+	FreeExecutorState(estate);
+	pfree(slots);
+	list_free(indexes);
+}
+
+/*
  * idem_insert_row
  *		Insert a row into a table about whose keys there is no doubt.
  */

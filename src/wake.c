@@ -32,6 +32,7 @@ typedef struct WakeSlot
 	pg_atomic_uint32 database;	/* InvalidOid: never used */
 	pg_atomic_uint32 sleeping;
 	pg_atomic_uint32 segment;
+	pg_atomic_uint32 orders;	/* servers, routes or the like have changed */
 	int			procno;			/* of the relay, or -1 */
 } WakeSlot;
 
@@ -45,6 +46,7 @@ typedef struct WakeShared
 static WakeShared *shared = NULL;
 static WakeSlot *my_slot = NULL;
 static bool enqueued = false;
+static bool ordered = false;
 
 static Size
 shared_size(void)
@@ -108,12 +110,20 @@ idem_wake_now(void)
 static void
 on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 {
-	if (!enqueued || event == XACT_EVENT_PRE_COMMIT ||
+	WakeSlot   *slot;
+
+	if (!(enqueued || ordered) || event == XACT_EVENT_PRE_COMMIT ||
 		event == XACT_EVENT_PRE_PREPARE)
 		return;
-	enqueued = false;
 	if (event == XACT_EVENT_COMMIT)
+	{
+		slot = ordered ? find_slot() : NULL;
+		if (slot != NULL)
+			pg_atomic_write_u32(&slot->orders, 1);
 		idem_wake_now();
+	}
+	enqueued = false;
+	ordered = false;
 }
 
 void
@@ -134,10 +144,17 @@ idem_wake_startup(void)
 			pg_atomic_init_u32(&slot->database, InvalidOid);
 			pg_atomic_init_u32(&slot->sleeping, 0);
 			pg_atomic_init_u32(&slot->segment, 0);
+			pg_atomic_init_u32(&slot->orders, 0);
 			slot->procno = -1;
 		}
 	}
 	LWLockRelease(AddinShmemInitLock);
+}
+
+/* Called once, while the postmaster loads us. */
+void
+idem_wake_init(void)
+{
 	RegisterXactCallback(on_xact_end, NULL);
 }
 
@@ -155,6 +172,13 @@ void
 idem_wake_enqueued(void)
 {
 	enqueued = true;
+}
+
+/* This transaction has changed what the relay is to do. */
+void
+idem_wake_orders(void)
+{
+	ordered = true;
 }
 
 static void
@@ -235,4 +259,13 @@ idem_wake_set_segment(int segment)
 {
 	if (my_slot != NULL)
 		pg_atomic_write_u32(&my_slot->segment, segment);
+}
+
+/* Has anybody changed what the relay is to do, since we asked last? */
+bool
+idem_wake_orders_pending(void)
+{
+	return my_slot != NULL &&
+		pg_atomic_read_u32(&my_slot->orders) != 0 &&
+		pg_atomic_exchange_u32(&my_slot->orders, 0) != 0;
 }

@@ -11,18 +11,21 @@
 /* The tables idem.outbox_0 and so on. */
 #define IDEM_SEGMENTS	8
 
+extern void idem_wake_init(void);
 extern void idem_wake_request(void);
 extern void idem_wake_startup(void);
 
 /* For sessions that enqueue. */
 extern int	idem_wake_segment(void);
 extern void idem_wake_enqueued(void);
+extern void idem_wake_orders(void);
 extern void idem_wake_now(void);
 
 /* For the relay. */
 extern void idem_wake_attach(void);
 extern void idem_wake_prepare_sleep(void);
 extern void idem_wake_awake(void);
+extern bool idem_wake_orders_pending(void);
 extern void idem_wake_set_segment(int segment);
 
 #endif							/* IDEM_WAKE_H */

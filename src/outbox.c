@@ -1,0 +1,781 @@
+/*-------------------------------------------------------------------------
+ *
+ * outbox.c
+ *		Enqueueing: a message exists exactly if its transaction commits.
+ *
+ * A message is a row of the log in the caller's transaction, written straight
+ * into the table and its indexes.  It is kept in the form in which it is sent,
+ * and checked here for everything that could keep it from being sent.
+ *
+ * The transaction id is taken before the number: reading rests on that, see
+ * log.c.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/heapam.h"
+#include "access/table.h"
+#include "access/xact.h"
+#include "catalog/index.h"
+#include "catalog/pg_type.h"
+#include "commands/sequence.h"
+#include "commands/trigger.h"
+#include "executor/executor.h"
+#include "executor/spi.h"
+#include "mb/pg_wchar.h"
+#include "miscadmin.h"
+#include "port/pg_bswap.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/fmgroids.h"
+#include "utils/json.h"
+#include "utils/jsonb.h"
+#include "utils/lsyscache.h"
+#include "utils/memutils.h"
+#include "utils/rel.h"
+#include "utils/timestamp.h"
+#include "utils/xid8.h"
+
+#include "catalog.h"
+#include "digest.h"
+#include "guc.h"
+#include "input.h"
+#include "outbox.h"
+#include "stat.h"
+#include "unique.h"
+#include "wake.h"
+
+#define MAX_CONTENT_TYPE	255
+#define JSON_TYPE			"application/json"
+#define BINARY_TYPE			"application/octet-stream"
+
+/* What is to be enqueued; zero means absent. */
+typedef struct Enqueue
+{
+	text	   *topic;
+	text	   *key;
+	text	   *content_type;
+	text	   *headers;		/* as they are kept */
+	bytea	   *body;
+	TimestampTz deliver_at;
+	bool		has_deliver_at;
+	bool		has_id;
+	pg_uuid_t	id;
+	text	   *dedup_key;
+	TimestampTz now;
+} Enqueue;
+
+PG_FUNCTION_INFO_V1(idem_outbox_enqueue);
+PG_FUNCTION_INFO_V1(idem_outbox_enqueue_batch);
+PG_FUNCTION_INFO_V1(idem_outbox_capture);
+
+/*
+ * A new UUIDv7: milliseconds, 12 bits of their fraction, and 62 random bits.
+ * Within a session they rise.
+ */
+static void
+new_id(TimestampTz now, pg_uuid_t *id)
+{
+	static uint8 pool[1024];
+	static int	left = 0;
+	static uint64 last = 0;
+	int64		usec = now + (POSTGRES_EPOCH_JDATE - UNIX_EPOCH_JDATE) * USECS_PER_DAY;
+	uint64		stamp = (uint64) (usec / 1000) << 12 | (uint64) (usec % 1000) * 4096 / 1000;
+	uint64		wire;
+
+	if (left < 8)
+	{
+		if (!pg_strong_random(pool, sizeof(pool)))
+			ereport(ERROR,
+					(errcode(ERRCODE_INTERNAL_ERROR),
+					 errmsg("could not generate random values")));
+		left = sizeof(pool);
+	}
+	if (stamp <= last)
+		stamp = last + 1;
+	last = stamp;
+
+	wire = pg_hton64((stamp >> 12) << 16 | 0x7000 | (stamp & 0xFFF));
+	memcpy(id->data, &wire, 8);
+	memcpy(id->data + 8, pool + sizeof(pool) - left, 8);
+	id->data[8] = (id->data[8] & 0x3F) | 0x80;
+	left -= 8;
+}
+
+/* Text of others that ends up in protocols must not control them. */
+static void
+check_printable(const char *s, int len, const char *what, bool ascii)
+{
+	for (int i = 0; i < len; i++)
+	{
+		unsigned char c = s[i];
+
+		if (c < 0x20 || c == 0x7F || (ascii && c > 0x7F))
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("%s contains a character that cannot be sent", what),
+					 errdetail("The byte at position %d is 0x%02x.", i + 1, c)));
+	}
+}
+
+static text *
+topic_arg(FunctionCallInfo fcinfo, int arg)
+{
+	text	   *topic = idem_name_arg(fcinfo, arg, "topic");
+
+	check_printable(VARDATA_ANY(topic), VARSIZE_ANY_EXHDR(topic), "topic", false);
+	return topic;
+}
+
+static void
+check_key(text *key)
+{
+	idem_check_id(key, "key");
+	check_printable(VARDATA_ANY(key), VARSIZE_ANY_EXHDR(key), "key", false);
+}
+
+static void
+check_content_type(text *type)
+{
+	int			len = VARSIZE_ANY_EXHDR(type);
+
+	if (len == 0 || len > MAX_CONTENT_TYPE)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("content_type must have 1 to %d bytes", MAX_CONTENT_TYPE)));
+	check_printable(VARDATA_ANY(type), len, "content_type", true);
+}
+
+/* A header's name is a token, as in HTTP. */
+static void
+check_header_name(const char *name, int len)
+{
+	if (len == 0 || len > 255)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("name of a header must have 1 to 255 bytes")));
+	for (int i = 0; i < len; i++)
+	{
+		if (!isalnum((unsigned char) name[i]) || (unsigned char) name[i] > 0x7F)
+		{
+			if (strchr("!#$%&'*+-.^_`|~", name[i]) == NULL || name[i] == '\0')
+				ereport(ERROR,
+						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+						 errmsg("name of a header contains a character that cannot be sent"),
+						 errhint("Use letters, digits and any of !#$%%&'*+-.^_`|~.")));
+		}
+	}
+}
+
+/* Append a header's value to the text that is kept. */
+static void
+put_header_value(StringInfo buf, JsonbValue *v)
+{
+	switch (v->type)
+	{
+		case jbvString:
+			check_printable(v->val.string.val, v->val.string.len, "value of a header", false);
+			escape_json(buf, pnstrdup(v->val.string.val, v->val.string.len));
+			break;
+		case jbvNumeric:
+			appendStringInfoString(buf, DatumGetCString(DirectFunctionCall1(numeric_out,
+																			NumericGetDatum(v->val.numeric))));
+			break;
+		case jbvBool:
+			appendStringInfoString(buf, v->val.boolean ? "true" : "false");
+			break;
+		default:
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("value of a header must be a string, a number or a boolean")));
+	}
+}
+
+/*
+ * Headers as they are kept, with the trace context of the session if they
+ * have none; NULL if there is nothing.
+ */
+static text *
+make_headers(Jsonb *headers)
+{
+	StringInfoData buf;
+	JsonbIterator *it;
+	JsonbIteratorToken token;
+	JsonbValue	v;
+	bool		traced = false;
+	bool		has_trace = idem_traceparent != NULL && idem_traceparent[0] != '\0';
+
+	if (headers == NULL && !has_trace)
+		return NULL;
+	if (headers != NULL && !JB_ROOT_IS_OBJECT(headers))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("headers must be a JSON object")));
+
+	initStringInfo(&buf);
+	appendStringInfoChar(&buf, '{');
+	if (headers != NULL)
+	{
+		it = JsonbIteratorInit(&headers->root);
+		while ((token = JsonbIteratorNext(&it, &v, true)) != WJB_DONE)
+		{
+			if (token == WJB_KEY)
+			{
+				check_header_name(v.val.string.val, v.val.string.len);
+				traced |= pg_strncasecmp(v.val.string.val, "traceparent",
+										 Max(v.val.string.len, 11)) == 0;
+				if (buf.len > 1)
+					appendStringInfoChar(&buf, ',');
+				escape_json(&buf, pnstrdup(v.val.string.val, v.val.string.len));
+				appendStringInfoChar(&buf, ':');
+			}
+			else if (token == WJB_VALUE)
+				put_header_value(&buf, &v);
+		}
+	}
+	if (has_trace && !traced)
+		appendStringInfo(&buf, "%s\"traceparent\":\"%s\"", buf.len > 1 ? "," : "",
+						 idem_traceparent);
+	appendStringInfoChar(&buf, '}');
+	if (buf.len == 2)
+		return NULL;
+	if (buf.len > IDEM_MAX_HEADERS)
+		ereport(ERROR,
+				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+				 errmsg("headers are too long"),
+				 errdetail("They have %d bytes; the limit is %d.", buf.len, IDEM_MAX_HEADERS)));
+	return cstring_to_text_with_len(buf.data, buf.len);
+}
+
+static void
+hint_about_text(void *arg pg_attribute_unused())
+{
+	errhint("A text payload must be JSON. Give content_type for other text, or cast the payload to bytea.");
+}
+
+/* Raise if this is not JSON. */
+static void
+check_json(const char *s)
+{
+	ErrorContextCallback hint;
+
+	hint.callback = hint_about_text;
+	hint.arg = NULL;
+	hint.previous = error_context_stack;
+	error_context_stack = &hint;
+	(void) DirectFunctionCall1(json_in, CStringGetDatum(s));
+	error_context_stack = hint.previous;
+}
+
+/* Text of the database as bytes in UTF-8. */
+static bytea *
+utf8_body(const char *s, int len)
+{
+	char	   *utf8 = pg_server_to_any(s, len, PG_UTF8);
+
+	if (utf8 != s)
+		len = strlen(utf8);
+	else if (GetDatabaseEncoding() != PG_UTF8)
+		pg_verify_mbstr(PG_UTF8, utf8, len, false);
+	return (bytea *) cstring_to_text_with_len(utf8, len);
+}
+
+/* The body of a message, and its content type if it goes without saying. */
+static void
+make_body(Enqueue *e, Datum payload, Oid type)
+{
+	char	   *s;
+
+	switch (type)
+	{
+		case BYTEAOID:
+			e->body = DatumGetByteaPP(payload);
+			if (e->content_type == NULL)
+				e->content_type = cstring_to_text(BINARY_TYPE);
+			break;
+		case JSONBOID:
+			{
+				Jsonb	   *jb = DatumGetJsonbP(payload);
+				StringInfoData buf;
+
+				initStringInfo(&buf);
+				(void) JsonbToCString(&buf, &jb->root, VARSIZE(jb));
+				e->body = utf8_body(buf.data, buf.len);
+				break;
+			}
+		case JSONOID:
+			s = TextDatumGetCString(payload);
+			e->body = utf8_body(s, strlen(s));
+			break;
+		case UNKNOWNOID:
+		case TEXTOID:
+		case VARCHAROID:
+		case BPCHAROID:
+			s = type == UNKNOWNOID ? DatumGetCString(payload) :
+				TextDatumGetCString(payload);
+			if (e->content_type == NULL)
+				check_json(s);
+			e->body = utf8_body(s, strlen(s));
+			break;
+		default:
+			ereport(ERROR,
+					(errcode(ERRCODE_DATATYPE_MISMATCH),
+					 errmsg("payload must not be of type %s", format_type_be(type)),
+					 errhint("It may be json, jsonb, text or bytea.")));
+	}
+	if (VARSIZE_ANY_EXHDR(e->body) > (Size) idem_outbox_max_payload)
+		ereport(ERROR,
+				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+				 errmsg("payload is too large"),
+				 errdetail("It has %zu bytes; idem.outbox_max_payload is %d.",
+						   (Size) VARSIZE_ANY_EXHDR(e->body), idem_outbox_max_payload),
+				 errhint("Store it elsewhere and send a reference.")));
+
+	/* The default need not be kept. */
+	if (e->content_type != NULL && VARSIZE_ANY_EXHDR(e->content_type) == strlen(JSON_TYPE) &&
+		memcmp(VARDATA_ANY(e->content_type), JSON_TYPE, strlen(JSON_TYPE)) == 0)
+		e->content_type = NULL;
+}
+
+/* Count for a topic; the last one is remembered. */
+static void
+count_topic(text *topic, IdemStatColumn column, uint64 n)
+{
+	static char name[IDEM_MAX_NAME + 1];
+	static IdemStat stat;
+	int			len = VARSIZE_ANY_EXHDR(topic);
+
+	if (strlen(name) != (Size) len || memcmp(name, VARDATA_ANY(topic), len) != 0)
+	{
+		memset(&stat, 0, sizeof(stat));
+		memcpy(name, VARDATA_ANY(topic), len);
+		name[len] = '\0';
+	}
+	idem_stat_count(&stat, IDEM_STAT_TOPIC, name, column, n);
+}
+
+/*
+ * Enter a key that may be used once; true if it is new.  Otherwise *id becomes
+ * the id of the message that has it.
+ */
+static bool
+register_once(char kind, const char *scope, int scopelen, const void *data,
+			  int len, TimestampTz now, pg_uuid_t *id)
+{
+	char		head[1 + sizeof(uint32) + IDEM_MAX_NAME];
+	uint32		wirelen = pg_hton32(scopelen);
+	pg_uuid_t	key;
+	IdemUnique	reg;
+	ScanKeyData scankey;
+	Datum		values[3];
+	bool		nulls[3] = {0};
+	bool		isnew;
+
+	head[0] = kind;
+	memcpy(head + 1, &wirelen, sizeof(uint32));
+	memcpy(head + 1 + sizeof(uint32), scope, scopelen);
+	idem_digest(head, 1 + sizeof(uint32) + scopelen, data, len, &key);
+
+	values[0] = UUIDPGetDatum(&key);
+	values[1] = UUIDPGetDatum(id);
+	values[2] = Int32GetDatum((int32) (now / USECS_PER_SEC));
+	ScanKeyInit(&scankey, 1, BTEqualStrategyNumber, F_UUID_EQ, UUIDPGetDatum(&key));
+	idem_unique_open(&reg, IDEM_REL_OUTBOX_DEDUP, true, false);
+	for (;;)
+	{
+		isnew = idem_unique_probe(&reg, &scankey, 1) == IDEM_FREE;
+		if (!isnew)
+		{
+			bool		isnull;
+
+			*id = *DatumGetUUIDP(slot_getattr(reg.existing, 2, &isnull));
+			break;
+		}
+		if (idem_unique_insert(&reg, values, nulls))
+			break;
+	}
+	idem_unique_close(&reg);
+	return isnew;
+}
+
+/* Is this message new?  If not, its id is that of the first. */
+static bool
+is_new(Enqueue *e)
+{
+	bool		result = true;
+
+	if (e->dedup_key != NULL)
+		result = register_once('d', VARDATA_ANY(e->topic), VARSIZE_ANY_EXHDR(e->topic),
+							   VARDATA_ANY(e->dedup_key), VARSIZE_ANY_EXHDR(e->dedup_key),
+							   e->now, &e->id);
+	if (result && e->has_id)
+	{
+		pg_uuid_t	id = e->id;
+
+		result = register_once('m', "", 0, id.data, UUID_LEN, e->now, &e->id);
+	}
+	return result;
+}
+
+/* Form the row of a message under the next number. */
+static HeapTuple
+form_row(Relation rel, const Enqueue *e, FullTransactionId xid)
+{
+	Datum		values[Natts_outbox];
+	bool		nulls[Natts_outbox];
+
+	memset(nulls, false, sizeof(nulls));
+	values[Anum_outbox_seq - 1] =
+		Int64GetDatum(nextval_internal(idem_rel(IDEM_REL_OUTBOX_SEQ), false));
+	values[Anum_outbox_xid - 1] = FullTransactionIdGetDatum(xid);
+	values[Anum_outbox_enqueued_at - 1] = TimestampTzGetDatum(e->now);
+	values[Anum_outbox_deliver_at - 1] = TimestampTzGetDatum(e->deliver_at);
+	nulls[Anum_outbox_deliver_at - 1] = !e->has_deliver_at;
+	values[Anum_outbox_msg_id - 1] = UUIDPGetDatum(&e->id);
+	values[Anum_outbox_topic - 1] = PointerGetDatum(e->topic);
+	values[Anum_outbox_key - 1] = PointerGetDatum(e->key);
+	nulls[Anum_outbox_key - 1] = e->key == NULL;
+	values[Anum_outbox_content_type - 1] = PointerGetDatum(e->content_type);
+	nulls[Anum_outbox_content_type - 1] = e->content_type == NULL;
+	values[Anum_outbox_headers - 1] = PointerGetDatum(e->headers);
+	nulls[Anum_outbox_headers - 1] = e->headers == NULL;
+	values[Anum_outbox_body - 1] = PointerGetDatum(e->body);
+	return heap_form_tuple(RelationGetDescr(rel), values, nulls);
+}
+
+/* What every enqueue checks first. */
+static void
+check_may_enqueue(void)
+{
+	PreventCommandIfReadOnly("an enqueue");
+	PreventCommandIfParallelMode("an enqueue");
+	PreventCommandDuringRecovery("an enqueue");
+}
+
+/* Store messages, in their order. */
+static void
+store(Enqueue *list, int n)
+{
+	/* Before the first number is taken; see log.c. */
+	FullTransactionId xid = GetTopFullTransactionId();
+	Relation	rel = idem_rel_open(IDEM_REL_OUTBOX_0 + idem_wake_segment(),
+									RowExclusiveLock);
+	HeapTuple  *rows = palloc(n * sizeof(HeapTuple));
+
+	for (int i = 0; i < n; i++)
+		rows[i] = form_row(rel, &list[i], xid);
+	idem_insert_rows(rel, rows, n);
+	table_close(rel, NoLock);
+	pfree(rows);
+	idem_wake_enqueued();
+}
+
+/* Enqueue one message; the result is its id. */
+static pg_uuid_t *
+enqueue(Enqueue *e)
+{
+	pg_uuid_t  *result = palloc(sizeof(pg_uuid_t));
+
+	if (!e->has_id)
+		new_id(e->now, &e->id);
+	if ((e->dedup_key == NULL && !e->has_id) || is_new(e))
+	{
+		store(e, 1);
+		count_topic(e->topic, IDEM_STAT_ENQUEUED, 1);
+	}
+	else
+		count_topic(e->topic, IDEM_STAT_DEDUPED, 1);
+	*result = e->id;
+	return result;
+}
+
+/*
+ * outbox_enqueue(topic text, payload "any", key text, headers jsonb,
+ *		msg_id uuid, dedup_key text, deliver_at timestamptz, content_type text)
+ *		returns uuid
+ */
+Datum
+idem_outbox_enqueue(PG_FUNCTION_ARGS)
+{
+	Enqueue		e = {0};
+
+	check_may_enqueue();
+	e.now = GetCurrentTimestamp();
+	e.topic = topic_arg(fcinfo, 0);
+	idem_require(fcinfo, 1, "payload");
+	if (!PG_ARGISNULL(2))
+	{
+		e.key = PG_GETARG_TEXT_PP(2);
+		check_key(e.key);
+	}
+	e.headers = make_headers(PG_ARGISNULL(3) ? NULL : PG_GETARG_JSONB_P(3));
+	if (!PG_ARGISNULL(4))
+	{
+		e.has_id = true;
+		e.id = *PG_GETARG_UUID_P(4);
+	}
+	if (!PG_ARGISNULL(5))
+	{
+		e.dedup_key = PG_GETARG_TEXT_PP(5);
+		idem_check_id(e.dedup_key, "dedup_key");
+	}
+	e.has_deliver_at = !PG_ARGISNULL(6);
+	if (e.has_deliver_at)
+		e.deliver_at = PG_GETARG_TIMESTAMPTZ(6);
+	if (!PG_ARGISNULL(7))
+	{
+		e.content_type = PG_GETARG_TEXT_PP(7);
+		check_content_type(e.content_type);
+	}
+	make_body(&e, PG_GETARG_DATUM(1), get_fn_expr_argtype(fcinfo->flinfo, 1));
+	PG_RETURN_UUID_P(enqueue(&e));
+}
+
+/* An optional array argument that goes with the payloads, element by element. */
+static Datum *
+array_arg(FunctionCallInfo fcinfo, int arg, const char *what, int n, bool **nulls)
+{
+	ArrayType  *array;
+	Datum	   *elements;
+	int			count;
+	int16		len;
+	bool		byval;
+	char		align;
+
+	if (PG_ARGISNULL(arg))
+		return NULL;
+	array = PG_GETARG_ARRAYTYPE_P(arg);
+	get_typlenbyvalalign(ARR_ELEMTYPE(array), &len, &byval, &align);
+	deconstruct_array(array, ARR_ELEMTYPE(array), len, byval, align,
+					  &elements, nulls, &count);
+	if (n >= 0 && count != n)
+		ereport(ERROR,
+				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+				 errmsg("%s must have as many elements as payloads", what),
+				 errdetail("There are %d, and %d payloads.", count, n)));
+	return elements;
+}
+
+/*
+ * outbox_enqueue_batch(topic text, payloads anyarray, keys text[],
+ *		headers jsonb[], content_type text) returns uuid[]
+ */
+Datum
+idem_outbox_enqueue_batch(PG_FUNCTION_ARGS)
+{
+	text	   *topic;
+	text	   *content_type = NULL;
+	Datum	   *payloads;
+	Datum	   *keys;
+	Datum	   *headers;
+	bool	   *nulls;
+	bool	   *key_nulls = NULL;
+	bool	   *header_nulls = NULL;
+	ArrayType  *array;
+	Oid			type;
+	text	   *no_headers;
+	TimestampTz now = GetCurrentTimestamp();
+	Enqueue    *list;
+	Datum	   *ids;
+	int			n;
+
+	check_may_enqueue();
+	topic = topic_arg(fcinfo, 0);
+	idem_require(fcinfo, 1, "payloads");
+	array = PG_GETARG_ARRAYTYPE_P(1);
+	type = ARR_ELEMTYPE(array);
+	n = ArrayGetNItems(ARR_NDIM(array), ARR_DIMS(array));
+	payloads = array_arg(fcinfo, 1, "payloads", n, &nulls);
+	keys = array_arg(fcinfo, 2, "keys", n, &key_nulls);
+	headers = array_arg(fcinfo, 3, "headers", n, &header_nulls);
+	if (!PG_ARGISNULL(4))
+	{
+		content_type = PG_GETARG_TEXT_PP(4);
+		check_content_type(content_type);
+	}
+	if (n == 0)
+		PG_RETURN_ARRAYTYPE_P(construct_empty_array(UUIDOID));
+
+	list = palloc0(n * sizeof(Enqueue));
+	ids = palloc(n * sizeof(Datum));
+	no_headers = make_headers(NULL);
+	for (int i = 0; i < n; i++)
+	{
+		Enqueue    *e = &list[i];
+
+		if (nulls[i])
+			ereport(ERROR,
+					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					 errmsg("payloads must not contain nulls")));
+		e->topic = topic;
+		e->now = now;
+		e->content_type = content_type;
+		if (keys != NULL && !key_nulls[i])
+		{
+			e->key = DatumGetTextPP(keys[i]);
+			check_key(e->key);
+		}
+		e->headers = headers == NULL || header_nulls[i] ? no_headers :
+			make_headers(DatumGetJsonbP(headers[i]));
+		make_body(e, payloads[i], type);
+		new_id(now, &e->id);
+		ids[i] = UUIDPGetDatum(&e->id);
+	}
+	store(list, n);
+	count_topic(topic, IDEM_STAT_ENQUEUED, n);
+	PG_RETURN_ARRAYTYPE_P(construct_array(ids, n, UUIDOID, UUID_LEN, false, TYPALIGN_CHAR));
+}
+
+/* The value of the column that an argument of the trigger names. */
+static Datum
+captured(TriggerData *trigger, const char *column, Oid *type, bool *isnull)
+{
+	TupleDesc	desc = RelationGetDescr(trigger->tg_relation);
+	int			attno = SPI_fnumber(desc, column);
+
+	if (attno <= 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_COLUMN),
+				 errmsg("column \"%s\" named by trigger \"%s\" does not exist", column,
+						trigger->tg_trigger->tgname)));
+	*type = SPI_gettypeid(desc, attno);
+	return SPI_getbinval(trigger->tg_trigtuple, desc, attno, isnull);
+}
+
+/* The same as text, whatever the column's type. */
+static text *
+captured_text(TriggerData *trigger, const char *column)
+{
+	Oid			type;
+	bool		isnull;
+	Datum		value = captured(trigger, column, &type, &isnull);
+	Oid			output;
+	bool		varlena;
+
+	if (isnull)
+		return NULL;
+	getTypeOutputInfo(type, &output, &varlena);
+	return cstring_to_text(OidOutputFunctionCall(output, value));
+}
+
+static Datum
+captured_as(TriggerData *trigger, const char *column, Oid wanted, bool *isnull)
+{
+	Oid			type;
+	Datum		value = captured(trigger, column, &type, isnull);
+
+	if (type != wanted)
+		ereport(ERROR,
+				(errcode(ERRCODE_DATATYPE_MISMATCH),
+				 errmsg("column \"%s\" named by trigger \"%s\" must be of type %s", column,
+						trigger->tg_trigger->tgname, format_type_be(wanted))));
+	return value;
+}
+
+/*
+ * outbox_capture() returns trigger
+ *		Enqueue each row that is inserted into somebody's own outbox table.
+ *
+ * Arguments are pairs of a name and a value: see outbox.sql.
+ */
+Datum
+idem_outbox_capture(PG_FUNCTION_ARGS)
+{
+	TriggerData *trigger = (TriggerData *) fcinfo->context;
+	Enqueue		e = {0};
+	Jsonb	   *headers = NULL;
+	Datum		payload = (Datum) 0;
+	Oid			type = InvalidOid;
+	bool		isnull;
+
+	if (!CALLED_AS_TRIGGER(fcinfo) || !TRIGGER_FIRED_AFTER(trigger->tg_event) ||
+		!TRIGGER_FIRED_FOR_ROW(trigger->tg_event) || !TRIGGER_FIRED_BY_INSERT(trigger->tg_event))
+		ereport(ERROR,
+				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
+				 errmsg("outbox_capture() must be called by a trigger AFTER INSERT FOR EACH ROW")));
+	if (trigger->tg_trigger->tgnargs % 2 != 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("trigger \"%s\" must name its arguments in pairs", trigger->tg_trigger->tgname)));
+
+	check_may_enqueue();
+	e.now = GetCurrentTimestamp();
+	for (int i = 0; i < trigger->tg_trigger->tgnargs; i += 2)
+	{
+		const char *name = trigger->tg_trigger->tgargs[i];
+		const char *value = trigger->tg_trigger->tgargs[i + 1];
+
+		if (strcmp(name, "topic") == 0)
+			e.topic = cstring_to_text(value);
+		else if (strcmp(name, "topic_column") == 0)
+			e.topic = captured_text(trigger, value);
+		else if (strcmp(name, "key_column") == 0)
+			e.key = captured_text(trigger, value);
+		else if (strcmp(name, "id_column") == 0)
+		{
+			Datum		id = captured_as(trigger, value, UUIDOID, &isnull);
+
+			e.has_id = !isnull;
+			if (!isnull)
+				e.id = *DatumGetUUIDP(id);
+		}
+		else if (strcmp(name, "headers_column") == 0)
+		{
+			Datum		h = captured_as(trigger, value, JSONBOID, &isnull);
+
+			headers = isnull ? NULL : DatumGetJsonbP(h);
+		}
+		else if (strcmp(name, "deliver_at_column") == 0)
+		{
+			Datum		at = captured_as(trigger, value, TIMESTAMPTZOID, &isnull);
+
+			e.has_deliver_at = !isnull;
+			e.deliver_at = isnull ? 0 : DatumGetTimestampTz(at);
+		}
+		else if (strcmp(name, "content_type") == 0)
+			e.content_type = cstring_to_text(value);
+		else if (strcmp(name, "content_type_column") == 0)
+			e.content_type = captured_text(trigger, value);
+		else if (strcmp(name, "payload_column") == 0)
+		{
+			payload = captured(trigger, value, &type, &isnull);
+			if (isnull)
+				ereport(ERROR,
+						(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+						 errmsg("payload must not be null")));
+		}
+		else
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("trigger \"%s\" has an argument \"%s\" that outbox_capture() does not know",
+							trigger->tg_trigger->tgname, name),
+					 errhint("It knows topic, topic_column, key_column, payload_column, headers_column, id_column, content_type, content_type_column and deliver_at_column.")));
+	}
+
+	if (e.topic == NULL || VARSIZE_ANY_EXHDR(e.topic) == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("trigger \"%s\" finds no topic", trigger->tg_trigger->tgname),
+				 errhint("Give outbox_capture() a topic or a topic_column.")));
+	if (VARSIZE_ANY_EXHDR(e.topic) > IDEM_MAX_NAME)
+		ereport(ERROR,
+				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+				 errmsg("topic is too long")));
+	check_printable(VARDATA_ANY(e.topic), VARSIZE_ANY_EXHDR(e.topic), "topic", false);
+	if (e.key != NULL)
+		check_key(e.key);
+	if (e.content_type != NULL)
+		check_content_type(e.content_type);
+	e.headers = make_headers(headers);
+	if (type == InvalidOid)
+	{
+		payload = DirectFunctionCall1(row_to_json,
+									  heap_copy_tuple_as_datum(trigger->tg_trigtuple,
+															   RelationGetDescr(trigger->tg_relation)));
+		type = JSONOID;
+	}
+	make_body(&e, payload, type);
+	(void) enqueue(&e);
+	return PointerGetDatum(NULL);
+}

@@ -1,0 +1,275 @@
+/*-------------------------------------------------------------------------
+ *
+ * segment.c
+ *		The tables of the log: which to write to, and which to empty.
+ *
+ * Messages are never deleted one by one.  The relay has sessions write to one
+ * segment at a time, goes on to the next empty one when that is full or old
+ * enough, and empties a segment at once when every server has passed all of
+ * it and the replay window is over.
+ *
+ * It takes the lock for that only if nobody else has the table: whoever
+ * waited for it would make every enqueue wait behind, for as long as a dump
+ * runs.  Which segment is in use is a hint; readers look into all of them.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/table.h"
+#include "access/xact.h"
+#include "catalog/pg_type.h"
+#include "executor/spi.h"
+#include "pgstat.h"
+#include "storage/bufmgr.h"
+#include "storage/lmgr.h"
+#include "utils/builtins.h"
+#include "utils/rel.h"
+#include "utils/snapmgr.h"
+#include "utils/timestamp.h"
+#include "utils/xid8.h"
+
+#include "catalog.h"
+#include "delivery.h"
+#include "guc.h"
+#include "segment.h"
+#include "statement.h"
+#include "wake.h"
+
+/* What is in a segment, as far as it is committed. */
+typedef struct Segment
+{
+	bool		empty;
+	int64		first_seq;
+	int64		last_seq;
+	TimestampTz first_at;
+	TimestampTz last_at;
+	uint64		last_xid;
+} Segment;
+
+static int	current = -1;
+
+static int64
+get_int64(int column)
+{
+	bool		isnull;
+
+	return DatumGetInt64(SPI_getbinval(SPI_tuptable->vals[0],
+									   SPI_tuptable->tupdesc, column, &isnull));
+}
+
+/* Caller provides a transaction. */
+static void
+look_into(int i, Segment *segment)
+{
+	Relation	rel = idem_rel_open(IDEM_REL_OUTBOX_0 + i, AccessShareLock);
+	char	   *name = RelationGetRelationName(rel);
+	char	   *sql;
+
+	memset(segment, 0, sizeof(Segment));
+	segment->empty = RelationGetNumberOfBlocks(rel) == 0;
+	sql = psprintf("SELECT f.seq, f.enqueued_at, l.seq, l.enqueued_at,"
+				   " (SELECT xid FROM idem.%1$s ORDER BY xid DESC, seq DESC LIMIT 1)"
+				   " FROM (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq LIMIT 1) f,"
+				   " (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq DESC LIMIT 1) l",
+				   name);
+	table_close(rel, AccessShareLock);
+	if (segment->empty)
+		return;
+
+	SPI_connect();
+	if (SPI_execute(sql, true, 1) < 0)
+		elog(ERROR, "could not look into segment %d", i);
+	if (SPI_processed > 0)
+	{
+		segment->first_seq = get_int64(1);
+		segment->first_at = get_int64(2);
+		segment->last_seq = get_int64(3);
+		segment->last_at = get_int64(4);
+		segment->last_xid = (uint64) get_int64(5);
+	}
+	SPI_finish();
+}
+
+/* Has every server seen all that is there, and settled it? */
+static bool
+all_have_passed(const Segment *segment, List *deliveries)
+{
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+		IdemTick   *a;
+
+		if (d->routes == NIL && !d->positioned)
+			continue;
+		if (!d->positioned || d->reader.a->id != d->done.a)
+			return false;
+		a = d->reader.a;
+		if (a->all ? segment->last_seq > a->seq_before : segment->last_xid >= a->xmin)
+			return false;
+	}
+	return true;
+}
+
+static bool
+is_parked_upto(int64 seq)
+{
+	static IdemStatement st = {
+		.sql = "SELECT FROM idem.relay_parked WHERE seq <= $1 LIMIT 1",
+		.nargs = 1,
+		.types = {INT8OID}
+	};
+	Datum		values[1] = {Int64GetDatum(seq)};
+	bool		result;
+
+	SPI_connect();
+	result = idem_statement_run(&st, values, NULL) > 0;
+	SPI_finish();
+	return result;
+}
+
+static bool
+is_older(TimestampTz t, int64 seconds)
+{
+	return t + seconds * USECS_PER_SEC <= GetCurrentTimestamp();
+}
+
+/* Empty a segment, if that can be done now and nobody wants what is there. */
+static void
+empty_if_done(int i, List *deliveries)
+{
+	Segment		segment;
+
+	StartTransactionCommand();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	look_into(i, &segment);
+	if (!segment.empty && is_older(segment.last_at, idem_outbox_retention) &&
+		all_have_passed(&segment, deliveries) &&
+		ConditionalLockRelationOid(idem_rel(IDEM_REL_OUTBOX_0 + i), AccessExclusiveLock))
+	{
+		/* Nobody writes here any more; was there one until just now? */
+		PopActiveSnapshot();
+		PushActiveSnapshot(GetTransactionSnapshot());
+		look_into(i, &segment);
+		if (is_older(segment.last_at, idem_outbox_retention) &&
+			all_have_passed(&segment, deliveries) && !is_parked_upto(segment.last_seq))
+		{
+			SPI_connect();
+			if (SPI_execute(psprintf("TRUNCATE ONLY idem.outbox_%d", i), false, 0) < 0)
+				elog(ERROR, "could not empty segment %d", i);
+			SPI_finish();
+		}
+	}
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+}
+
+/*
+ * Choose where sessions write.  A segment serves until it has enough rows and
+ * the ring as a whole covers the replay window, or until it is as old as that.
+ */
+static void
+choose_current(void)
+{
+	Segment		segments[IDEM_SEGMENTS];
+	int			next;
+
+	StartTransactionCommand();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	for (int i = 0; i < IDEM_SEGMENTS; i++)
+		look_into(i, &segments[i]);
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+
+	if (current < 0)
+	{
+		current = 0;
+		for (int i = 1; i < IDEM_SEGMENTS; i++)
+		{
+			if (segments[i].last_seq > segments[current].last_seq)
+				current = i;
+		}
+	}
+	next = (current + 1) % IDEM_SEGMENTS;
+	if (!segments[current].empty && segments[next].empty &&
+		segments[current].last_seq > 0 &&
+		(is_older(segments[current].first_at, idem_outbox_retention) ||
+		 (segments[current].last_seq - segments[current].first_seq >= idem_outbox_segment_rows &&
+		  is_older(segments[current].first_at, idem_outbox_retention / IDEM_SEGMENTS))))
+		current = next;
+	idem_wake_set_segment(current);
+}
+
+/* Remove positions that were overtaken, and ticks that nobody needs. */
+static void
+forget_old(List *deliveries)
+{
+	static IdemStatement positions = {
+		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND id < $2",
+		.nargs = 2,
+		.types = {TEXTOID, INT8OID}
+	};
+	/* One tick a second stays, to find messages by time. */
+	static IdemStatement ticks = {
+		.sql = "DELETE FROM idem.outbox_tick t WHERE t.id < $1 AND (t.at < $2"
+		" OR EXISTS (SELECT FROM idem.outbox_tick p WHERE p.id < t.id AND p.id >= t.id - 1000"
+		" AND pg_catalog.date_trunc('second', p.at) = pg_catalog.date_trunc('second', t.at)))"
+		" AND (t.id > $3 OR t.at < $2)",
+		.nargs = 3,
+		.types = {INT8OID, TIMESTAMPTZOID, INT8OID}
+	};
+	static int64 thinned = 0;
+	int64		needed = PG_INT64_MAX;
+	Datum		values[3];
+	ListCell   *lc;
+
+	StartTransactionCommand();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	SPI_connect();
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		if (d->positioned)
+		{
+			needed = Min(needed, d->done.a);
+			values[0] = CStringGetTextDatum(d->name);
+			values[1] = Int64GetDatum(d->position_id - 1);
+			idem_statement_run(&positions, values, NULL);
+		}
+		else if (d->routes != NIL)
+			needed = 0;
+	}
+	if (needed > 0 && needed < PG_INT64_MAX)
+	{
+		values[0] = Int64GetDatum(needed);
+		values[1] = TimestampTzGetDatum(GetCurrentTimestamp() -
+										idem_outbox_retention * USECS_PER_SEC);
+		values[2] = Int64GetDatum(thinned);
+		idem_statement_run(&ticks, values, NULL);
+		thinned = needed - 1;
+	}
+	SPI_finish();
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+}
+
+/*
+ * idem_segment_tend
+ *		Housekeeping, now and then.  No transaction may be open.
+ */
+void
+idem_segment_tend(List *deliveries)
+{
+	pgstat_report_activity(STATE_RUNNING, "tending the outbox");
+	choose_current();
+	for (int i = 0; i < IDEM_SEGMENTS; i++)
+	{
+		if (i != current)
+			empty_if_done(i, deliveries);
+	}
+	forget_old(deliveries);
+	pgstat_report_activity(STATE_IDLE, NULL);
+}
