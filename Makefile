@@ -30,6 +30,9 @@ OBJS = \
 	src/inbox.o \
 	src/key.o \
 	src/version.o \
+	src/secret.o \
+	src/server.o \
+	src/route.o \
 	src/stat.o \
 	src/worker.o \
 	src/launcher.o \
@@ -44,6 +47,8 @@ SQL_PARTS = \
 	src/inbox.sql \
 	src/key.sql \
 	src/version.sql \
+	src/server.sql \
+	src/route.sql \
 	src/stat.sql \
 	src/retention.sql \
 	src/stuck.sql \
@@ -53,12 +58,12 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
-REGRESS = inbox_claim inbox_alone input consumer key version
+REGRESS = inbox_claim inbox_alone input consumer key version server route
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 130_server
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

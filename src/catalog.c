@@ -27,6 +27,7 @@ static const char *const rel_names[IDEM_NUM_RELS] = {
 	[IDEM_REL_INBOX_CONSUMER_NAME] = "inbox_consumer_name",
 	[IDEM_REL_INBOX_CONSUMER_SEQ] = "inbox_consumer_id_seq",
 	[IDEM_REL_KEY] = "key",
+	[IDEM_REL_ROUTE] = "route",
 	[IDEM_REL_VERSION] = "version",
 };
 

@@ -32,8 +32,12 @@
 
 #if PG_VERSION_NUM >= 160000
 #define idem_owns_extension(oid) object_ownercheck(ExtensionRelationId, oid, GetUserId())
+#define idem_owns_server(oid) object_ownercheck(ForeignServerRelationId, oid, GetUserId())
+#define idem_server_aclcheck(oid, mode) object_aclcheck(ForeignServerRelationId, oid, GetUserId(), mode)
 #else
 #define idem_owns_extension(oid) pg_extension_ownercheck(oid, GetUserId())
+#define idem_owns_server(oid) pg_foreign_server_ownercheck(oid, GetUserId())
+#define idem_server_aclcheck(oid, mode) pg_foreign_server_aclcheck(oid, GetUserId(), mode)
 #endif
 
 #if PG_VERSION_NUM >= 170000

@@ -21,6 +21,7 @@ bool		idem_maintenance = true;
 int			idem_maintenance_naptime = 60;
 int			idem_maintenance_delay = 10;
 int			idem_max_databases = 64;
+char	   *idem_secrets_dir = NULL;
 int			idem_stat_entries = 1000;
 
 static const struct config_enum_entry lone_claim_options[] = {
@@ -92,6 +93,13 @@ idem_guc_init(void)
 							&idem_max_databases,
 							64, 1, 10000,
 							start_only, 0, NULL, NULL, NULL);
+
+	DefineCustomStringVariable("idem.secrets_dir",
+							   "Directory of the files that hold the secrets of servers.",
+							   "Options of servers name files below it; nothing else can be read.",
+							   &idem_secrets_dir,
+							   "",
+							   PGC_SIGHUP, GUC_SUPERUSER_ONLY, NULL, NULL, NULL);
 
 	DefineCustomIntVariable("idem.stat_entries",
 							"Number of consumers and scopes that are counted apart.",

@@ -22,6 +22,7 @@ extern bool idem_maintenance;
 extern int	idem_maintenance_naptime;
 extern int	idem_maintenance_delay;
 extern int	idem_max_databases;
+extern char *idem_secrets_dir;
 extern int	idem_stat_entries;
 
 extern void idem_guc_init(void);

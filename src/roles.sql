@@ -27,7 +27,8 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.key_begin(text, text, bytea, interval, boolean, interval),
 			idem.key_complete(text, text, integer, jsonb, text, uuid),
 			idem.key_release(text, text, uuid),
-			idem.fingerprint(jsonb)
+			idem.fingerprint(jsonb),
+			idem.route_matches(text, text)
 			TO idem_producer, idem_consumer, idem_operator;
 		GRANT EXECUTE ON FUNCTION
 			idem.consumer_create(text, interval),
@@ -35,13 +36,16 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.inbox_key(text, text),
 			idem.inbox_lookup(text, text),
 			idem.version_reset(text, text),
+			idem.route_add(text, text, text, text),
+			idem.route_drop(bigint, boolean),
+			idem.server_check(text),
 			idem.stat_reset(),
 			idem.inbox_purge(integer),
 			idem.key_purge(integer)
 			TO idem_operator;
 		GRANT SELECT ON
 			idem.consumer, idem.inbox_consumer, idem.inbox_claim, idem.inbox,
-			idem.key, idem.version, idem.stat_consumer, idem.stat_key,
+			idem.key, idem.version, idem.route, idem.routes, idem.stat_consumer, idem.stat_key,
 			idem.retention_status, idem.stuck
 			TO idem_operator;
 		GRANT EXECUTE ON FUNCTION idem.stat_rows(integer), idem.worker_status()
