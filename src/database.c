@@ -38,6 +38,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "database.h"
+#include "route.h"
 #include "worker.h"
 
 /* A worker goes when asked; after a while it is told, and then left alone. */
@@ -241,6 +242,7 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		if (OidIsValid(oid))
 			clear_database(oid);
 	}
+	idem_route_utility(stmt);
 
 	call_utility(pstmt, query, read_only_tree, context, params, env, dest, qc);
 
