@@ -48,6 +48,8 @@ SELECT idem.route_add('late', 'bus', 'fixed', 'now') > 0;
 SELECT pattern, server, destination, state, first_seq, last_seq FROM idem.routes ORDER BY id;
 
 -- to where
+SELECT d, idem.route_destination(d, 't.{key}', 'k'), idem.route_destination(d, 't') FROM (VALUES
+	(''), ('fixed'), ('{topic}'), ('{key}'), ('a/{topic}/{key}/z'), ('{key}{key}{topic}')) v (d);
 \pset format unaligned
 \pset tuples_only
 SELECT * FROM attempt($$ SELECT idem.route_add('t', 'bus', '{topic}{key}{topic}') $$);
@@ -67,6 +69,8 @@ SELECT * FROM attempt($$ SELECT idem.route_drop(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.route_drop(1, NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.route_matches(NULL, 't') $$);
 SELECT * FROM attempt($$ SELECT idem.route_matches('t', NULL) $$);
+SELECT * FROM attempt($$ SELECT idem.route_destination(NULL, 't') $$);
+SELECT * FROM attempt($$ SELECT idem.route_destination('d', NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.route_add('', 'bus') $$);
 SELECT * FROM attempt($$ SELECT idem.route_add('t', '') $$);
 SELECT * FROM attempt($$ SELECT idem.route_add(repeat('t', 256), 'bus') $$);

@@ -28,7 +28,8 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.key_complete(text, text, integer, jsonb, text, uuid),
 			idem.key_release(text, text, uuid),
 			idem.fingerprint(jsonb),
-			idem.route_matches(text, text)
+			idem.route_matches(text, text),
+			idem.route_destination(text, text, text)
 			TO idem_producer, idem_consumer, idem_operator;
 		GRANT EXECUTE ON FUNCTION
 			idem.consumer_create(text, interval),

@@ -23,7 +23,6 @@
 #include "access/htup_details.h"
 #include "access/table.h"
 #include "access/xact.h"
-#include "access/xlog.h"
 #include "catalog/pg_class.h"
 #include "catalog/pg_foreign_server.h"
 #include "catalog/pg_type.h"
@@ -57,6 +56,7 @@ typedef struct Caller
 PG_FUNCTION_INFO_V1(idem_route_add);
 PG_FUNCTION_INFO_V1(idem_route_drop);
 PG_FUNCTION_INFO_V1(idem_route_matches);
+PG_FUNCTION_INFO_V1(idem_route_expand);
 
 /*
  * Run statements as the owner of our tables, with a search_path that nobody
@@ -438,6 +438,19 @@ idem_route_matches(PG_FUNCTION_ARGS)
 	idem_require(fcinfo, 1, "topic");
 	PG_RETURN_BOOL(idem_route_match(text_to_cstring(pattern),
 									text_to_cstring(PG_GETARG_TEXT_PP(1))));
+}
+
+/* route_destination(destination, topic, key) */
+Datum
+idem_route_expand(PG_FUNCTION_ARGS)
+{
+	IdemRoute	route = {.destination = destination_arg(fcinfo, 0)};
+
+	idem_require(fcinfo, 1, "topic");
+	PG_RETURN_TEXT_P(cstring_to_text(idem_route_destination(&route,
+															text_to_cstring(PG_GETARG_TEXT_PP(1)),
+															PG_ARGISNULL(2) ? NULL :
+															text_to_cstring(PG_GETARG_TEXT_PP(2)))));
 }
 
 /*

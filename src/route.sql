@@ -59,3 +59,8 @@ CREATE FUNCTION idem.route_matches(pattern text, topic text) RETURNS boolean
 	AS 'MODULE_PATHNAME', 'idem_route_matches' LANGUAGE C IMMUTABLE PARALLEL SAFE;
 COMMENT ON FUNCTION idem.route_matches(text, text) IS
 	'whether the pattern of a route takes a topic';
+
+CREATE FUNCTION idem.route_destination(destination text, topic text, key text DEFAULT NULL) RETURNS text
+	AS 'MODULE_PATHNAME', 'idem_route_expand' LANGUAGE C IMMUTABLE PARALLEL SAFE;
+COMMENT ON FUNCTION idem.route_destination(text, text, text) IS
+	'what the destination of a route is for a message with this topic and key';

@@ -7,7 +7,7 @@ SELECT set_eq($$
 $$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
 	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
 	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
-	'key_release', 'roles_create', 'route_add', 'route_drop', 'route_matches',
+	'key_release', 'roles_create', 'route_add', 'route_destination', 'route_drop', 'route_matches',
 	'server_check', 'server_validator', 'stat_reset', 'stat_rows', 'version_advance',
 	'version_reset', 'worker_status'],
 	'the functions are these');
