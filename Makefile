@@ -71,12 +71,12 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
-REGRESS = inbox_claim inbox_alone input consumer key version
+REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 130_server 150_relay
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

@@ -42,7 +42,9 @@
 #include "guc.h"
 #include "input.h"
 #include "outbox.h"
+#include "retention.h"
 #include "stat.h"
+#include "statement.h"
 #include "unique.h"
 #include "wake.h"
 
@@ -69,6 +71,7 @@ typedef struct Enqueue
 PG_FUNCTION_INFO_V1(idem_outbox_enqueue);
 PG_FUNCTION_INFO_V1(idem_outbox_enqueue_batch);
 PG_FUNCTION_INFO_V1(idem_outbox_capture);
+PG_FUNCTION_INFO_V1(idem_outbox_purge);
 
 /*
  * A new UUIDv7: milliseconds, 12 bits of their fraction, and 62 random bits.
@@ -778,4 +781,39 @@ idem_outbox_capture(PG_FUNCTION_ARGS)
 	make_body(&e, payload, type);
 	(void) enqueue(&e);
 	return PointerGetDatum(NULL);
+}
+
+/*
+ * idem_outbox_forget
+ *		Remove some of the keys that are older than the outbox's retention.
+ */
+int64
+idem_outbox_forget(int32 max_rows)
+{
+	static IdemStatement del = {
+		.sql = "DELETE FROM idem.outbox_dedup WHERE ctid = ANY (ARRAY("
+		"SELECT ctid FROM idem.outbox_dedup WHERE enqueued_at < $2"
+		" ORDER BY enqueued_at LIMIT $1 FOR UPDATE SKIP LOCKED))",
+		.nargs = 2,
+		.types = {INT4OID, INT4OID}
+	};
+	Datum		values[2];
+	int64		removed;
+
+	values[0] = Int32GetDatum(max_rows);
+	values[1] = Int32GetDatum((int32) (GetCurrentTimestamp() / USECS_PER_SEC - idem_outbox_retention));
+	SPI_connect();
+	removed = idem_statement_run(&del, values, NULL);
+	SPI_finish();
+	return removed;
+}
+
+/*
+ * outbox_purge(max_rows) returns bigint
+ *		The same by hand, in the caller's transaction.
+ */
+Datum
+idem_outbox_purge(PG_FUNCTION_ARGS)
+{
+	PG_RETURN_INT64(idem_outbox_forget(idem_max_rows_arg(fcinfo)));
 }

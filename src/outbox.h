@@ -24,4 +24,6 @@
 /* Longest headers, in bytes as they are kept. */
 #define IDEM_MAX_HEADERS			65536
 
+extern int64 idem_outbox_forget(int32 max_rows);
+
 #endif							/* IDEM_OUTBOX_H */

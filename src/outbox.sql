@@ -129,3 +129,10 @@ CREATE VIEW idem.stat_outbox AS
 	SELECT name AS topic, c1 AS enqueued, c2 AS duplicates, since
 	FROM idem.stat_rows(2);
 COMMENT ON VIEW idem.stat_outbox IS 'counters per topic';
+
+CREATE FUNCTION idem.outbox_purge(max_rows integer DEFAULT 10000) RETURNS bigint
+	AS 'MODULE_PATHNAME', 'idem_outbox_purge' LANGUAGE C
+	VOLATILE PARALLEL UNSAFE SECURITY DEFINER
+	SET search_path = pg_catalog, pg_temp SET enable_seqscan = off;
+COMMENT ON FUNCTION idem.outbox_purge(integer) IS
+	'remove dedup_keys and given ids that are older than idem.outbox_retention by hand; returns how many';

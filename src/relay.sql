@@ -267,3 +267,57 @@ CREATE FUNCTION idem.dead_letter_redrive(ids bigint[], dry_run boolean DEFAULT f
 	$$;
 COMMENT ON FUNCTION idem.dead_letter_redrive(bigint[], boolean) IS
 	'send dead letters again, with their own ids; with dry_run only say what would happen';
+
+-- A UUIDv7 tells when its message was enqueued, and ticks tell which numbers
+-- were given out then; without one the whole outbox is searched.
+CREATE FUNCTION idem.outbox_status(msg_id uuid)
+	RETURNS TABLE (server text, state text, attempts integer, due timestamptz, error text, seq bigint, enqueued_at timestamptz)
+	LANGUAGE plpgsql STABLE PARALLEL SAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+	AS $$
+	#variable_conflict use_column
+	DECLARE
+		hex text := replace(msg_id::text, '-', '');
+		at timestamptz;
+		low bigint := 0;
+		high bigint := 9223372036854775807;
+		m record;
+	BEGIN
+		IF msg_id IS NULL THEN
+			RAISE EXCEPTION 'msg_id must not be null' USING ERRCODE = 'null_value_not_allowed';
+		END IF;
+		IF substr(hex, 13, 1) = '7' AND NOT EXISTS (SELECT FROM idem.outbox_tick t WHERE t.snapshot IS NULL) THEN
+			at := to_timestamp(('x' || lpad(substr(hex, 1, 12), 16, '0'))::bit(64)::bigint / 1000.0);
+			low := coalesce((SELECT t.seq_before FROM idem.outbox_tick t
+							 WHERE t.at < at - interval '5 seconds' ORDER BY t.id DESC LIMIT 1), 0);
+			high := coalesce((SELECT t.seq_after FROM idem.outbox_tick t
+							  WHERE t.at > at + interval '5 seconds' ORDER BY t.id LIMIT 1), high);
+		END IF;
+		SELECT o.* INTO m FROM idem.outbox o
+		WHERE o.seq > low AND o.seq <= high AND o.msg_id = outbox_status.msg_id ORDER BY o.seq LIMIT 1;
+		IF NOT FOUND THEN
+			RETURN;
+		END IF;
+		RETURN QUERY
+		SELECT r.server,
+			   CASE WHEN d.id IS NOT NULL THEN d.state
+					WHEN p.seq IS NOT NULL THEN p.state
+					WHEN l.tick_a IS NOT NULL AND
+						 CASE WHEN t.snapshot IS NULL THEN m.seq <= coalesce(t.seq_before, 0)
+							  ELSE pg_visible_in_snapshot(m.xid, t.snapshot) END THEN 'delivered'
+					ELSE 'pending' END,
+			   coalesce(p.attempts, d.attempts), p.due, coalesce(p.last_error, d.reason),
+			   m.seq, m.enqueued_at
+		FROM idem.route r
+			 LEFT JOIN LATERAL (SELECT * FROM idem.relay_position n WHERE n.server = r.server
+								ORDER BY n.id DESC LIMIT 1) l ON true
+			 LEFT JOIN idem.outbox_tick t ON t.id = l.tick_a
+			 LEFT JOIN idem.relay_parked p ON p.server = r.server AND p.seq = m.seq AND p.route = r.id
+			 LEFT JOIN LATERAL (SELECT * FROM idem.dead_letter e WHERE e.name = r.server AND e.seq = m.seq
+								AND e.route = r.id ORDER BY e.id DESC LIMIT 1) d ON p.seq IS NULL AND d.state <> 'redriven'
+		WHERE m.seq >= r.first_seq AND (r.last_seq IS NULL OR m.seq <= r.last_seq)
+		  AND idem.route_matches(r.pattern, m.topic)
+		ORDER BY r.server, r.id;
+	END
+	$$;
+COMMENT ON FUNCTION idem.outbox_status(uuid) IS
+	'what has become of a message, for each server it goes to; quick for ids that idem made';

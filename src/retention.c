@@ -38,6 +38,7 @@
 #include "catalog.h"
 #include "guc.h"
 #include "input.h"
+#include "outbox.h"
 #include "retention.h"
 #include "statement.h"
 #include "sweep.h"
@@ -58,8 +59,8 @@ PG_FUNCTION_INFO_V1(idem_inbox_purge);
 PG_FUNCTION_INFO_V1(idem_key_purge);
 
 /* How many rows a purge by hand may remove at most. */
-static int32
-max_rows_arg(FunctionCallInfo fcinfo)
+int32
+idem_max_rows_arg(FunctionCallInfo fcinfo)
 {
 	idem_require(fcinfo, 0, "max_rows");
 	if (PG_GETARG_INT32(0) < 1)
@@ -76,7 +77,7 @@ max_rows_arg(FunctionCallInfo fcinfo)
 Datum
 idem_inbox_purge(PG_FUNCTION_ARGS)
 {
-	int32		max_rows = max_rows_arg(fcinfo);
+	int32		max_rows = idem_max_rows_arg(fcinfo);
 	IdemKeep	keep;
 	int64		next_due = PG_INT64_MAX;
 
@@ -118,7 +119,7 @@ remove_keys(int32 max_rows)
 Datum
 idem_key_purge(PG_FUNCTION_ARGS)
 {
-	PG_RETURN_INT64(remove_keys(max_rows_arg(fcinfo)));
+	PG_RETURN_INT64(remove_keys(idem_max_rows_arg(fcinfo)));
 }
 
 static void
@@ -315,6 +316,24 @@ purge_keys(IdemDatabase *db)
 	return true;
 }
 
+/* Forget old ids of the outbox; false if we are to stop. */
+static bool
+purge_outbox(IdemDatabase *db)
+{
+	int64		removed;
+
+	do
+	{
+		if (!start_batch("forgetting old ids of the outbox"))
+			return false;
+		removed = idem_outbox_forget(KEY_BATCH);
+		end_transaction();
+		if (!rest(db, idem_maintenance_delay))
+			return false;
+	} while (removed >= KEY_BATCH);
+	return true;
+}
+
 /* Is this still a database that has the extension and may have a worker? */
 static bool
 database_has_extension(void)
@@ -347,7 +366,7 @@ run(IdemDatabase *db, IdemSweep *sweep)
 		return false;
 
 	if (idem_maintenance)
-		go_on = purge_claims(db, sweep) && purge_keys(db);
+		go_on = purge_claims(db, sweep) && purge_keys(db) && purge_outbox(db);
 	if (go_on)
 		idem_worker_succeeded(db, IDEM_WORKER_MAINTENANCE);
 	return go_on;

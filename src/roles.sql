@@ -27,21 +27,47 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.key_begin(text, text, bytea, interval, boolean, interval),
 			idem.key_complete(text, text, integer, jsonb, text, uuid),
 			idem.key_release(text, text, uuid),
-			idem.fingerprint(jsonb)
+			idem.fingerprint(jsonb),
+			idem.route_matches(text, text),
+			idem.route_destination(text, text, text)
 			TO idem_producer, idem_consumer, idem_operator;
+		GRANT EXECUTE ON FUNCTION
+			idem.outbox_enqueue(text, "any", text, jsonb, uuid, text, timestamptz, text),
+			idem.outbox_enqueue_batch(text, anyarray, text[], jsonb[], text),
+			idem.outbox_capture()
+			TO idem_producer, idem_consumer, idem_operator;
+		GRANT EXECUTE ON FUNCTION
+			idem.outbox_status(uuid),
+			idem.outbox_purge(integer),
+			idem.relay_pause(text),
+			idem.relay_resume(text),
+			idem.relay_adopt(),
+			idem.relay_worker(),
+			idem.relay_stat(),
+			idem.relay_whereabouts(),
+			idem.dead_letter_redrive(bigint[], boolean),
+			idem.dead_letter_discard(bigint[], text)
+			TO idem_operator;
+		GRANT SELECT ON
+			idem.outbox, idem.outbox_seq, idem.outbox_tick, idem.relay_position, idem.relay_parked,
+			idem.relay_paused, idem.relay_identity, idem.relay_status, idem.dead_letter, idem.stat_outbox
+			TO idem_operator;
 		GRANT EXECUTE ON FUNCTION
 			idem.consumer_create(text, interval),
 			idem.consumer_alter(text, interval),
 			idem.inbox_key(text, text),
 			idem.inbox_lookup(text, text),
 			idem.version_reset(text, text),
+			idem.route_add(text, text, text, text),
+			idem.route_drop(bigint, boolean),
+			idem.server_check(text),
 			idem.stat_reset(),
 			idem.inbox_purge(integer),
 			idem.key_purge(integer)
 			TO idem_operator;
 		GRANT SELECT ON
 			idem.consumer, idem.inbox_consumer, idem.inbox_claim, idem.inbox,
-			idem.key, idem.version, idem.stat_consumer, idem.stat_key,
+			idem.key, idem.version, idem.route, idem.routes, idem.stat_consumer, idem.stat_key,
 			idem.retention_status, idem.stuck
 			TO idem_operator;
 		GRANT EXECUTE ON FUNCTION idem.stat_rows(integer), idem.worker_status()

@@ -21,6 +21,26 @@ CREATE VIEW idem.stuck AS
 				WHEN 'off' THEN 'ALTER SYSTEM SET idem.maintenance = on; SELECT pg_reload_conf();'
 		   END
 	FROM idem.worker_status() w
-	WHERE w.what = 'inbox' AND w.reason IS NOT NULL AND w.state NOT IN ('standby', 'held', 'starting');
+	WHERE w.what = 'inbox' AND w.reason IS NOT NULL AND w.state NOT IN ('standby', 'held', 'starting')
+	UNION ALL
+	SELECT 'server', s.server, NULL, NULL, NULL, s.state || coalesce(': ' || s.reason, ''),
+		   CASE s.state
+				WHEN 'holding' THEN 'SELECT idem.relay_adopt(); -- if this copy is to send'
+				WHEN 'blocked' THEN pg_catalog.format('SELECT idem.relay_resume(%L); -- when that is mended', s.server)
+				WHEN 'paused' THEN pg_catalog.format('SELECT idem.relay_resume(%L);', s.server)
+		   END
+	FROM idem.relay_status s
+	WHERE s.state IN ('holding', 'blocked', 'paused')
+	UNION ALL
+	SELECT 'route', r.server, r.pattern, r.created_at, NULL, 'leads to a server that does not exist',
+		   pg_catalog.format('SELECT idem.route_drop(%s, discard => true);', r.id)
+	FROM idem.routes r WHERE r.state = 'no server'
+	UNION ALL
+	SELECT 'parked', p.server, p.key, p.parked_at, p.attempts, p.last_error, NULL
+	FROM idem.relay_parked p WHERE p.state IN ('retry', 'held') AND p.attempts > 1
+	UNION ALL
+	SELECT 'dead letter', d.name, d.key, d.dead_at, d.attempts, d.reason,
+		   pg_catalog.format('SELECT * FROM idem.dead_letter_redrive(ARRAY[%s]);', d.id)
+	FROM idem.dead_letter d WHERE d.state = 'dead';
 COMMENT ON VIEW idem.stuck IS
 	'everything that waits for a person, with the SQL to run';

@@ -7,13 +7,21 @@ SELECT set_eq($$
 $$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
 	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
 	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
-	'key_release', 'roles_create', 'stat_reset', 'stat_rows', 'version_advance',
+	'dead_letter_discard', 'dead_letter_redrive', 'key_release', 'outbox_capture', 'outbox_enqueue',
+	'outbox_enqueue_batch', 'outbox_purge', 'outbox_status', 'relay_adopt', 'relay_check_server', 'relay_notice', 'relay_pause',
+	'relay_resume', 'relay_stat', 'relay_whereabouts', 'relay_worker', 'roles_create',
+	'route_add', 'route_destination', 'route_drop', 'route_matches',
+	'server_check', 'server_validator', 'stat_reset', 'stat_rows', 'version_advance',
 	'version_reset', 'worker_status'],
 	'the functions are these');
 SELECT set_eq($$
 	SELECT relname::text FROM pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'v', 'S')
 $$, ARRAY['consumer', 'inbox_consumer', 'inbox_consumer_id_seq', 'inbox_claim', 'inbox', 'key',
-	'version', 'stat_consumer', 'stat_key', 'retention_status', 'stuck'],
+	'version', 'outbox', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3', 'outbox_4', 'outbox_5',
+	'outbox_6', 'outbox_7', 'outbox_dedup', 'outbox_seq', 'outbox_tick', 'relay_position',
+	'relay_parked', 'relay_paused', 'relay_identity', 'relay_status', 'dead_letter',
+	'dead_letter_id_seq', 'route', 'route_id_seq', 'routes',
+	'stat_consumer', 'stat_key', 'stat_outbox', 'retention_status', 'stuck'],
 	'the tables and views are these');
 
 SELECT is_empty($$
@@ -32,7 +40,7 @@ $$, 'every table and view has a comment');
 
 SELECT is_empty($$
 	SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idem'::regnamespace
-	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset)' AND proname <> 'consumer_changed'
+	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset|route_add|route_drop|outbox_|relay_pause|relay_resume|relay_adopt|dead_letter_)' AND proname NOT IN ('consumer_changed', 'outbox_status')
 	AND (provolatile <> 'v' OR proparallel <> 'u')
 $$, 'whatever changes something is volatile and parallel unsafe');
 SELECT is_empty($$
@@ -67,7 +75,9 @@ $$, 'no index depends on the collations of the operating system');
 SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' $$,
 	ARRAY['idem.claim_outside_transaction', 'idem.inbox_retention', 'idem.key_ttl',
 	'idem.maintenance', 'idem.maintenance_naptime', 'idem.maintenance_delay',
-	'idem.max_databases', 'idem.relay', 'idem.stat_entries'], 'the settings are these');
+	'idem.max_databases', 'idem.max_servers', 'idem.outbox_max_payload', 'idem.outbox_retention',
+	'idem.outbox_segment_rows', 'idem.relay', 'idem.secrets_dir', 'idem.site', 'idem.stat_entries',
+	'idem.traceparent'], 'the settings are these');
 
 SELECT * FROM finish();
 ROLLBACK;

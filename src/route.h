@@ -1,0 +1,39 @@
+/*-------------------------------------------------------------------------
+ *
+ * route.h
+ *		Routes: which topics go to which server.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef IDEM_ROUTE_H
+#define IDEM_ROUTE_H
+
+#include "nodes/nodes.h"
+#include "nodes/pg_list.h"
+
+/* Columns, as in route.sql. */
+#define Anum_route_id			1
+#define Anum_route_pattern		2
+#define Anum_route_server		3
+#define Anum_route_destination	4
+#define Anum_route_first_seq	5
+#define Anum_route_last_seq		6
+#define Natts_route				7
+
+typedef struct IdemRoute
+{
+	int64		id;
+	char	   *pattern;
+	char	   *server;
+	char	   *destination;
+	int64		first_seq;
+	int64		last_seq;		/* PG_INT64_MAX: open */
+} IdemRoute;
+
+extern List *idem_routes_load(void);
+extern bool idem_route_match(const char *pattern, const char *topic);
+extern char *idem_route_destination(const IdemRoute *route, const char *topic,
+									const char *key);
+extern void idem_route_utility(Node *stmt);
+
+#endif							/* IDEM_ROUTE_H */
