@@ -123,8 +123,8 @@ parse_snapshot(IdemTick *tick, const char *s)
 	tick->nxip = 0;
 	tick->xmin = strtou64(s, &end, 10);
 	tick->xmax = strtou64(end + 1, &end, 10);
-	while (*++end != '\0')
-		tick->xip[tick->nxip++] = strtou64(end, &end, 10);
+	while (*end != '\0' && *(end + 1) != '\0')
+		tick->xip[tick->nxip++] = strtou64(end + 1, &end, 10);
 }
 
 /* Before the first tick nothing had been committed. */
@@ -693,7 +693,8 @@ idem_tick_is_due(IdemTick *newest)
 
 	if (newest == NULL)
 		return idem_log_last_seq() > 0;
-	if (idem_log_last_seq() > newest->seq_after)
+	/* One above seq_before may be of a transaction that began after the tick. */
+	if (idem_log_last_seq() > newest->seq_before)
 		return true;
 	if (newest->all)
 		return false;

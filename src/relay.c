@@ -266,6 +266,8 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 		MemoryContextDelete(old_context);
 	if (other)
 		idem_delivery_hang_up(d);
+	if (asked)
+		d->next_due = 0;		/* somebody may have parked something */
 
 	if (away != NULL)
 		idem_delivery_set_state(d, IDEM_SERVER_HOLDING, away);
