@@ -1,7 +1,6 @@
 -- Enqueueing: every function, argument and error.
 \set VERBOSITY terse
-CREATE EXTENSION IF NOT EXISTS idem;
-SET idem.claim_outside_transaction = allow;
+CREATE EXTENSION idem;
 
 -- what is kept is what is sent
 SELECT idem.outbox_enqueue('orders.created', '{"id": 1}'::jsonb, key => 'o-1') AS id \gset
@@ -170,4 +169,4 @@ SELECT idem.relay_adopt();
 RESET ROLE;
 DROP OWNED BY idem_producer, idem_consumer, idem_operator;
 DROP ROLE regress_nobody, regress_producer, idem_producer, idem_consumer, idem_operator;
-TRUNCATE idem.outbox_0, idem.outbox_dedup;
+DROP EXTENSION idem;
