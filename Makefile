@@ -69,6 +69,15 @@ SQL_PARTS = \
 
 DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 
+# Couriers: src/courier/NAME.c becomes idem-courier-NAME, and the schemes in
+# courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
+# needs, for pkg-config; where they are missing, it is left out.
+COURIERS = discard http amqp
+courier_libs_http = libcurl >= 7.80 libcrypto
+courier_libs_amqp = librabbitmq >= 0.8 libcrypto
+courier_schemes_http = https
+courier_schemes_amqp = amqps
+
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
 REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
@@ -76,7 +85,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 130_server 150_relay
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 130_server 150_relay
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
@@ -137,5 +146,45 @@ $(OBJS) $(OBJS:.o=.bc): $(wildcard src/*.h)
 
 $(DATA_built): $(SQL_PARTS) idem.control
 	cat $(SQL_PARTS) > $@.tmp && mv $@.tmp $@
+
+# PGXS builds no programs beside a module, so these are our own rules.
+COURIER_BASE = $(addprefix src/courier/,courier.o frame.o order.o address.o header.o)
+COURIER_CFLAGS = -std=gnu99 -O2 -g -Wall -Wextra $(if $(WERROR),-Werror) -fPIE -fstack-protector-strong
+
+courier_found = $(wildcard src/courier/$(1).c)$(if $(courier_libs_$(1)),$(if \
+	$(shell pkg-config --print-errors '$(courier_libs_$(1))' >/dev/null 2>&1 && echo yes),,-no))
+COURIERS_BUILT := $(foreach c,$(COURIERS),$(if $(filter src/courier/$(c).c,$(call courier_found,$(c))),$(c)))
+COURIER_PROGRAMS = $(COURIERS_BUILT:%=idem-courier-%)
+COURIER_LINKS = $(foreach c,$(COURIERS_BUILT),$(courier_schemes_$(c):%=idem-courier-%))
+
+all: couriers
+install: install-couriers
+uninstall: uninstall-couriers
+clean: clean-couriers
+
+.PHONY: couriers install-couriers uninstall-couriers clean-couriers
+
+couriers: $(COURIER_PROGRAMS)
+	@$(foreach c,$(filter-out $(COURIERS_BUILT),$(COURIERS)),$(if $(wildcard src/courier/$(c).c),\
+		echo "idem-courier-$(c) is left out: no $(courier_libs_$(c))";)):
+
+$(COURIER_BASE) $(COURIERS:%=src/courier/%.o): $(wildcard src/courier/*.h)
+
+src/courier/%.o: src/courier/%.c
+	$(CC) $(COURIER_CFLAGS) $(if $(courier_libs_$*),$(shell pkg-config --cflags '$(courier_libs_$*)')) -c -o $@ $<
+
+$(COURIER_PROGRAMS): idem-courier-%: src/courier/%.o $(COURIER_BASE)
+	$(CC) -pie $(COURIER_LDFLAGS) -o $@ $^ $(if $(courier_libs_$*),$(shell pkg-config --libs '$(courier_libs_$*)'))
+
+install-couriers: couriers
+	$(MKDIR_P) '$(DESTDIR)$(bindir)'
+	$(foreach c,$(COURIERS_BUILT),$(INSTALL_PROGRAM) idem-courier-$(c) '$(DESTDIR)$(bindir)/' && \
+		$(foreach s,$(courier_schemes_$(c)),ln -sf idem-courier-$(c) '$(DESTDIR)$(bindir)/idem-courier-$(s)' &&)) :
+
+uninstall-couriers:
+	rm -f $(addprefix '$(DESTDIR)$(bindir)'/,$(COURIER_PROGRAMS) $(COURIER_LINKS))
+
+clean-couriers:
+	rm -f $(COURIERS:%=idem-courier-%) src/courier/*.o
 
 endif # PGXS
