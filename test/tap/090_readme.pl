@@ -54,7 +54,8 @@ for my $i (0 .. $#examples)
 }
 
 # Nothing that a user can meet is missing.
-my %internal = map { $_ => 1 } qw(consumer_changed stat_rows worker_status);
+my %internal = map { $_ => 1 } qw(consumer_changed stat_rows worker_status
+	relay_check_server relay_notice relay_stat relay_whereabouts relay_worker server_validator);
 for my $name (split /\n/, $node->safe_psql('postgres', q{
 	SELECT DISTINCT proname FROM pg_proc WHERE pronamespace = 'idem'::regnamespace ORDER BY 1}))
 {
