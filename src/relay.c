@@ -191,6 +191,13 @@ is_paused(const char *server)
 	return result;
 }
 
+/* A secret that could not be read has no value. */
+static bool
+same_value(const char *a, const char *b)
+{
+	return a == NULL || b == NULL ? a == b : strcmp(a, b) == 0;
+}
+
 static bool
 same_options(List *a, List *b)
 {
@@ -204,7 +211,7 @@ same_options(List *a, List *b)
 		IdemOption *x = lfirst(la);
 		IdemOption *y = lfirst(lb);
 
-		if (strcmp(x->name, y->name) != 0 || strcmp(x->value, y->value) != 0)
+		if (strcmp(x->name, y->name) != 0 || !same_value(x->value, y->value))
 			return false;
 	}
 	return true;
