@@ -495,7 +495,6 @@ http_start(IdemCourier *c)
 		read_signing_key(c, option);
 	idem_option_each(c, "header.", fixed_header);
 
-	/* Credentials in clear text would be everybody's. */
 	if ((idem_option(c, "tls_cert") != NULL) != (idem_option(c, "tls_key") != NULL))
 		idem_courier_refuse(c, "options \"tls_cert\" and \"tls_key\" need each other");
 	if (base_url != NULL && !https &&
@@ -706,11 +705,16 @@ finish_text(Request *request, IdemOutcome outcome, uint32_t code, const char *te
 	finish(request, outcome, 0, code, text, strlen(text));
 }
 
-/* The whole server is out of order: what is not out comes back. */
+/*
+ * The whole server is out of order.  The relay learns that first, lest it sends
+ * again at once; then this message comes back, and all that are not out.
+ */
 static void
-stop_all(IdemState state, const char *why)
+stop_all(Request *request, IdemState state, IdemOutcome outcome, uint32_t code,
+		 const char *why, const char *text, size_t len)
 {
 	idem_courier_state(courier, state, 0, "%s", why);
+	finish(request, outcome, 0, code, text, len);
 	return_all(idem_queue_take_all(queue), why);
 }
 
@@ -746,8 +750,8 @@ answered(Request *request, long status)
 
 		snprintf(why, sizeof(why), "HTTP status %ld%s", status,
 				 status < 400 ? ": redirects are not followed" : "");
-		finish(request, IDEM_BLOCKED, 0, (uint32_t) status, text, len);
-		stop_all(IDEM_STATE_BLOCKED, why);
+		stop_all(request, IDEM_STATE_BLOCKED, IDEM_BLOCKED, (uint32_t) status,
+				 why, text, len);
 		return;
 	}
 
@@ -794,19 +798,12 @@ finished(Request *request, CURLcode result)
 	else if (request->refused != NULL)
 	{
 		snprintf(why, sizeof(why), "the host of option \"url\" has a %s", request->refused);
-		finish_text(request, IDEM_BLOCKED, 0, why);
-		stop_all(IDEM_STATE_BLOCKED, why);
+		stop_all(request, IDEM_STATE_BLOCKED, IDEM_BLOCKED, 0, why, why, strlen(why));
 	}
 	else if (is_tls_refusal(result))
-	{
-		finish_text(request, IDEM_BLOCKED, 0, why);
-		stop_all(IDEM_STATE_BLOCKED, why);
-	}
+		stop_all(request, IDEM_STATE_BLOCKED, IDEM_BLOCKED, 0, why, why, strlen(why));
 	else
-	{
-		finish_text(request, IDEM_RETURNED, 0, why);
-		stop_all(IDEM_STATE_DOWN, why);
-	}
+		stop_all(request, IDEM_STATE_DOWN, IDEM_RETURNED, 0, why, why, strlen(why));
 }
 
 static void
