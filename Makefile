@@ -72,7 +72,7 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Couriers: src/courier/NAME.c becomes idem-courier-NAME, and the schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
-COURIERS = discard amqp
+COURIERS = discard http amqp
 courier_libs_http = libcurl >= 7.80 libcrypto
 courier_libs_amqp = librabbitmq >= 0.8 libssl libcrypto
 courier_schemes_http = https
@@ -85,7 +85,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 120_amqp 130_server 150_relay
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 150_relay
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
