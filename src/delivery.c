@@ -76,6 +76,7 @@ typedef struct DeliveryEntry
 	int			kills;
 	uint32		code;
 	char	   *error;
+	bool		answered;		/* delivered, and the answer is to be kept */
 } DeliveryEntry;
 
 typedef struct ParkedKey
@@ -419,6 +420,8 @@ idem_delivery_read_due(IdemDelivery *d)
 		DeliveryEntry *e;
 
 		if (m == NULL)
+			m = idem_kept_message(parked->seq);
+		if (m == NULL)
 			ereport(ERROR,
 					(errcode(ERRCODE_DATA_CORRUPTED),
 					 errmsg("parked message " INT64_FORMAT " is not in the outbox",
@@ -426,6 +429,12 @@ idem_delivery_read_due(IdemDelivery *d)
 		e = new_entry(d, page, m);
 		e->parked = *parked;
 		e->was_parked = parked->state != IDEM_PARKED_DELAYED;
+		if (parked->state == IDEM_PARKED_DELIVERED)
+		{
+			e->state = ENTRY_DONE;
+			dlist_push_tail(&d->settled, &e->node);
+			continue;
+		}
 		if (parked->state == IDEM_PARKED_DELAYED && key_is_parked(d, e->key_hash))
 		{
 			park(d, e, IDEM_PARKED_BEHIND, 0);
@@ -598,6 +607,15 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 				ereport(LOG, (errmsg("idem: server \"%s\" is up again", d->name)));
 			d->logged[0] = '\0';
 			idem_relay_stat_sent(d->stat, e->m->enqueued_at);
+			if (d->server->keep_answer && frame->type == 'o')
+			{
+				e->answered = true;
+				e->code = frame->code;
+				if (e->error != NULL)
+					pfree(e->error);
+				e->error = frame->text == NULL ? NULL :
+					MemoryContextStrdup(d->context, frame->text);
+			}
 			break;
 
 		case IDEM_TRANSIENT:
@@ -662,7 +680,7 @@ pop_settled(IdemDelivery *d)
 			d->done = e->after;
 			d->dirty = true;
 		}
-		if (e->fate == FATE_NONE)
+		if (e->fate == FATE_NONE && !e->answered)
 			free_entry(d, e);
 		else
 			dlist_push_tail(&d->settled, &e->node);
@@ -798,6 +816,8 @@ idem_delivery_record(IdemDelivery *d)
 	{
 		DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
 
+		if (e->answered)
+			idem_answer_put(d->name, &e->parked, e->code, e->error);
 		if (e->fate == FATE_BURY)
 			idem_dead_letter_put(d->name, e->m, &e->parked, e->code, e->error);
 		if (e->fate == FATE_PARK)

@@ -16,6 +16,7 @@
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
+#include "utils/uuid.h"
 
 #include "parked.h"
 #include "statement.h"
@@ -25,6 +26,7 @@ static const char *const state_names[] = {
 	[IDEM_PARKED_BEHIND] = "behind",
 	[IDEM_PARKED_DELAYED] = "delayed",
 	[IDEM_PARKED_HELD] = "held",
+	[IDEM_PARKED_DELIVERED] = "delivered",
 };
 
 /* Messages are in UTF-8; what is stored is in the database's encoding. */
@@ -128,6 +130,17 @@ column_utf8(HeapTuple row, TupleDesc desc, int column)
 	return s == NULL ? NULL : pg_server_to_any(s, strlen(s), PG_UTF8);
 }
 
+static IdemParkedState
+state_of(const char *name)
+{
+	for (int i = 0; i < (int) lengthof(state_names); i++)
+	{
+		if (strcmp(state_names[i], name) == 0)
+			return i;
+	}
+	elog(ERROR, "\"%s\" is no state of a parked message", name);
+}
+
 /*
  * idem_parked_due
  *		Parked messages whose time has come, a list of IdemParked.
@@ -166,8 +179,7 @@ idem_parked_due(const char *server, int max)
 		parked->route = DatumGetInt64(SPI_getbinval(row, desc, 2, &isnull));
 		parked->key = column_utf8(row, desc, 3);
 		parked->destination = column_utf8(row, desc, 4);
-		parked->state = strcmp(SPI_getvalue(row, desc, 5), "delayed") == 0 ?
-			IDEM_PARKED_DELAYED : IDEM_PARKED_RETRY;
+		parked->state = state_of(SPI_getvalue(row, desc, 5));
 		parked->attempts = DatumGetInt32(SPI_getbinval(row, desc, 6, &isnull));
 		result = lappend(result, parked);
 		MemoryContextSwitchTo(old);
@@ -226,6 +238,77 @@ idem_parked_next_due(const char *server)
 												   &isnull));
 	SPI_finish();
 	return result;
+}
+
+/*
+ * idem_kept_message
+ *		A parked message that was copied out of the outbox; NULL if none was.
+ */
+IdemMessage *
+idem_kept_message(int64 seq)
+{
+	static IdemStatement st = {
+		.sql = "SELECT enqueued_at, msg_id, topic, key, content_type, headers, body"
+		" FROM idem.relay_kept WHERE seq = $1",
+		.nargs = 1,
+		.types = {INT8OID}
+	};
+	MemoryContext caller = CurrentMemoryContext;
+	IdemMessage *m = NULL;
+	Datum		values[1] = {Int64GetDatum(seq)};
+
+	SPI_connect();
+	if (idem_statement_run(&st, values, NULL) > 0)
+	{
+		HeapTuple	row = SPI_tuptable->vals[0];
+		TupleDesc	desc = SPI_tuptable->tupdesc;
+		MemoryContext old = MemoryContextSwitchTo(caller);
+		bool		isnull;
+		bytea	   *body;
+
+		m = palloc0(sizeof(IdemMessage));
+		m->seq = seq;
+		m->enqueued_at = DatumGetTimestampTz(SPI_getbinval(row, desc, 1, &isnull));
+		m->id = *DatumGetUUIDP(SPI_getbinval(row, desc, 2, &isnull));
+		m->topic = column_utf8(row, desc, 3);
+		m->key = column_utf8(row, desc, 4);
+		m->content_type = column_utf8(row, desc, 5);
+		m->headers = column_utf8(row, desc, 6);
+		body = DatumGetByteaPP(SPI_getbinval(row, desc, 7, &isnull));
+		m->body_len = VARSIZE_ANY_EXHDR(body);
+		m->body = palloc(m->body_len + 1);
+		memcpy(m->body, VARDATA_ANY(body), m->body_len);
+		MemoryContextSwitchTo(old);
+	}
+	SPI_finish();
+	return m;
+}
+
+/* Keep what a server said to a message that it took. */
+void
+idem_answer_put(const char *server, const IdemParked *parked, uint32 code,
+				const char *answer)
+{
+	static IdemStatement st = {
+		.sql = "INSERT INTO idem.relay_answer (server, seq, route, code, answer, at)"
+		" VALUES ($1, $2, $3, $4, $5, pg_catalog.clock_timestamp())"
+		" ON CONFLICT (server, seq, route) DO UPDATE SET code = excluded.code,"
+		" answer = excluded.answer, at = excluded.at",
+		.nargs = 5,
+		.types = {TEXTOID, INT8OID, INT8OID, INT4OID, TEXTOID}
+	};
+	Datum		values[5];
+	char		nulls[5];
+
+	memset(nulls, ' ', sizeof(nulls));
+	values[0] = CStringGetTextDatum(server);
+	values[1] = Int64GetDatum(parked->seq);
+	values[2] = Int64GetDatum(parked->route);
+	values[3] = Int32GetDatum((int32) code);
+	set_text(values, nulls, 4, answer);
+	SPI_connect();
+	idem_statement_run(&st, values, nulls);
+	SPI_finish();
 }
 
 /* Give a message up, visibly. */

@@ -17,7 +17,8 @@ typedef enum IdemParkedState
 	IDEM_PARKED_RETRY,			/* tried again when due */
 	IDEM_PARKED_BEHIND,			/* waits for an earlier one of its key */
 	IDEM_PARKED_DELAYED,		/* deliver_at */
-	IDEM_PARKED_HELD			/* nobody knows whether it arrived */
+	IDEM_PARKED_HELD,			/* nobody knows whether it arrived */
+	IDEM_PARKED_DELIVERED		/* somebody has said that it did */
 } IdemParkedState;
 
 typedef struct IdemParked
@@ -41,6 +42,9 @@ extern TimestampTz idem_parked_next_due(const char *server);
 extern void idem_dead_letter_put(const char *server, const IdemMessage *m,
 								 const IdemParked *parked, uint32 code,
 								 const char *reason);
+extern IdemMessage *idem_kept_message(int64 seq);
+extern void idem_answer_put(const char *server, const IdemParked *parked,
+							uint32 code, const char *answer);
 extern bool idem_position_load(const char *server, IdemPosition *pos, int64 *id);
 extern void idem_position_record(const char *server, const IdemPosition *pos,
 								 int64 id);

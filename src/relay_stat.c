@@ -132,9 +132,11 @@ idem_relay_stat_detach(IdemServerStat *stat)
 void
 idem_relay_stat_error(IdemServerStat *stat, const char *error)
 {
+	TimestampTz now = GetCurrentTimestamp();
+
 	SpinLockAcquire(&stat->mutex);
 	strlcpy(stat->last_error, error, sizeof(stat->last_error));
-	stat->last_error_at = GetCurrentTimestamp();
+	stat->last_error_at = now;
 	SpinLockRelease(&stat->mutex);
 }
 

@@ -36,6 +36,9 @@
 #include "statement.h"
 #include "wake.h"
 
+/* So many parked messages are copied in one transaction. */
+#define MAX_KEPT_AT_ONCE	1000
+
 /* What is in a segment, as far as it is committed. */
 typedef struct Segment
 {
@@ -113,21 +116,28 @@ all_have_passed(const Segment *segment, List *deliveries)
 	return true;
 }
 
+/*
+ * Copy parked messages out of a segment, some at a time; true if none is left
+ * to be copied.
+ */
 static bool
-is_parked_upto(int64 seq)
+keep_parked(int i)
 {
-	static IdemStatement st = {
-		.sql = "SELECT FROM idem.relay_parked WHERE seq <= $1 LIMIT 1",
-		.nargs = 1,
-		.types = {INT8OID}
-	};
-	Datum		values[1] = {Int64GetDatum(seq)};
-	bool		result;
+	char	   *sql = psprintf("INSERT INTO idem.relay_kept (seq, enqueued_at, msg_id, topic, key,"
+							   " content_type, headers, body)"
+							   " SELECT o.seq, o.enqueued_at, o.msg_id, o.topic, o.key,"
+							   " o.content_type, o.headers, o.body FROM idem.outbox_%d o"
+							   " WHERE o.seq IN (SELECT p.seq FROM idem.relay_parked p"
+							   " WHERE NOT EXISTS (SELECT FROM idem.relay_kept k WHERE k.seq = p.seq))"
+							   " LIMIT %d ON CONFLICT DO NOTHING", i, MAX_KEPT_AT_ONCE);
+	uint64		n;
 
 	SPI_connect();
-	result = idem_statement_run(&st, values, NULL) > 0;
+	if (SPI_execute(sql, false, 0) < 0)
+		elog(ERROR, "could not copy parked messages of segment %d", i);
+	n = SPI_processed;
 	SPI_finish();
-	return result;
+	return n < MAX_KEPT_AT_ONCE;
 }
 
 static bool
@@ -146,7 +156,7 @@ empty_if_done(int i, List *deliveries)
 	PushActiveSnapshot(GetTransactionSnapshot());
 	look_into(i, &segment);
 	if (!segment.empty && is_older(segment.last_at, idem_outbox_retention) &&
-		all_have_passed(&segment, deliveries) &&
+		all_have_passed(&segment, deliveries) && keep_parked(i) &&
 		ConditionalLockRelationOid(idem_rel(IDEM_REL_OUTBOX_0 + i), AccessExclusiveLock))
 	{
 		/* Nobody writes here any more; was there one until just now? */
@@ -154,7 +164,7 @@ empty_if_done(int i, List *deliveries)
 		PushActiveSnapshot(GetTransactionSnapshot());
 		look_into(i, &segment);
 		if (is_older(segment.last_at, idem_outbox_retention) &&
-			all_have_passed(&segment, deliveries) && !is_parked_upto(segment.last_seq))
+			all_have_passed(&segment, deliveries))
 		{
 			SPI_connect();
 			if (SPI_execute(psprintf("TRUNCATE ONLY idem.outbox_%d", i), false, 0) < 0)
@@ -220,6 +230,16 @@ forget_old(List *deliveries)
 		.nargs = 3,
 		.types = {INT8OID, TIMESTAMPTZOID, INT8OID}
 	};
+	static IdemStatement kept = {
+		.sql = "DELETE FROM idem.relay_kept k"
+		" WHERE NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.seq = k.seq)"
+	};
+	static IdemStatement answers = {
+		.sql = "DELETE FROM idem.relay_answer WHERE ctid = ANY (ARRAY("
+		"SELECT ctid FROM idem.relay_answer WHERE at < $1 ORDER BY at LIMIT 10000))",
+		.nargs = 1,
+		.types = {TIMESTAMPTZOID}
+	};
 	static int64 thinned = 0;
 	int64		needed = PG_INT64_MAX;
 	Datum		values[3];
@@ -251,6 +271,10 @@ forget_old(List *deliveries)
 		idem_statement_run(&ticks, values, NULL);
 		thinned = needed - 1;
 	}
+	idem_statement_run(&kept, NULL, NULL);
+	values[0] = TimestampTzGetDatum(GetCurrentTimestamp() -
+									idem_outbox_retention * USECS_PER_SEC);
+	idem_statement_run(&answers, values, NULL);
 	SPI_finish();
 	PopActiveSnapshot();
 	CommitTransactionCommand();

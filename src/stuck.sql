@@ -36,8 +36,10 @@ CREATE VIEW idem.stuck AS
 		   pg_catalog.format('SELECT idem.route_drop(%s, discard => true);', r.id)
 	FROM idem.routes r WHERE r.state = 'no server'
 	UNION ALL
-	SELECT 'parked', p.server, p.key, p.parked_at, p.attempts, p.last_error, NULL
-	FROM idem.relay_parked p WHERE p.state IN ('retry', 'held') AND p.attempts > 1
+	SELECT CASE p.state WHEN 'held' THEN 'unknown' ELSE 'parked' END, p.server, p.key, p.parked_at, p.attempts, p.last_error,
+		   CASE p.state WHEN 'held'
+				THEN pg_catalog.format('SELECT idem.relay_settle(%L, %L, delivered => true); -- or false: it is sent again', p.server, p.msg_id) END
+	FROM idem.relay_parked p WHERE p.state = 'held' OR (p.state = 'retry' AND p.attempts > 1)
 	UNION ALL
 	SELECT 'dead letter', d.name, d.key, d.dead_at, d.attempts, d.reason,
 		   pg_catalog.format('SELECT * FROM idem.dead_letter_redrive(ARRAY[%s]);', d.id)
