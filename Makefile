@@ -87,7 +87,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 150_relay 155_replay
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 150_relay 155_replay 157_faults
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
@@ -134,6 +134,11 @@ endif
 # The server's headers are not clean under -Wextra; as system headers they
 # are exempt, while our own code is not.
 PG_CPPFLAGS = -isystem $(shell $(PG_CONFIG) --includedir-server)
+# Test builds have places at which something can be made to go wrong.
+ifdef IDEM_FAULTS
+PG_CPPFLAGS += -DIDEM_FAULTS
+OBJS += src/fault.o
+endif
 PG_CFLAGS = -Wall -Wextra $(if $(WERROR),-Werror)
 
 # A PostgreSQL built with LLVM wants bitcode made by the very clang it was

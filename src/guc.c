@@ -12,6 +12,7 @@
 #include "miscadmin.h"
 #include "utils/guc.h"
 
+#include "fault.h"
 #include "guc.h"
 
 int			idem_claim_outside_transaction = IDEM_LONE_WARN;
@@ -183,6 +184,15 @@ idem_guc_init(void)
 							   &idem_traceparent,
 							   "",
 							   PGC_USERSET, 0, check_traceparent, NULL, NULL);
+
+#ifdef IDEM_FAULTS
+	DefineCustomStringVariable("idem.fault",
+							   "Where something goes wrong, and what; for tests.",
+							   NULL,
+							   &idem_fault_setting,
+							   "",
+							   PGC_SUSET, 0, NULL, NULL, NULL);
+#endif
 
 	MarkGUCPrefixReserved("idem");
 }

@@ -40,6 +40,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "delivery.h"
+#include "fault.h"
 #include "guc.h"
 #include "launcher.h"
 #include "relay.h"
@@ -413,18 +414,29 @@ gate_is_open(IdemDelivery *d)
 	return open;
 }
 
+/* Does any courier's answer wait to be written down? */
+static bool
+acknowledged(void)
+{
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		if (idem_delivery_needs_record(lfirst(lc)))
+			return true;
+	}
+	return false;
+}
+
 /* Write down all positions; false if that did not work. */
 static bool
 record(void)
 {
 	MemoryContext context = CurrentMemoryContext;
 	volatile bool ok = true;
-	bool		needed = false;
 	ListCell   *lc;
 
-	foreach(lc, deliveries)
-		needed |= idem_delivery_needs_record(lfirst(lc));
-	if (!needed)
+	if (!acknowledged())
 		return true;
 
 	PG_TRY();
@@ -435,6 +447,7 @@ record(void)
 			if (idem_delivery_needs_record(lfirst(lc)))
 				idem_delivery_record(lfirst(lc));
 		}
+		IDEM_FAULT("relay-recording");
 		commit();
 	}
 	PG_CATCH();
@@ -451,6 +464,8 @@ record(void)
 	}
 	PG_END_TRY();
 
+	if (ok)
+		IDEM_FAULT("relay-recorded");
 	recorded_at = GetCurrentTimestamp();
 	record_again_at = ok ? 0 :
 		TimestampTzPlusMilliseconds(recorded_at, RECORD_RETRY_MS);
@@ -589,6 +604,8 @@ turn(void)
 		idem_delivery_receive(d);
 		tend(d);
 	}
+	if (acknowledged())
+		IDEM_FAULT("relay-acknowledged");
 	if (record_is_due())
 		(void) record();
 	foreach(lc, deliveries)
@@ -596,10 +613,14 @@ turn(void)
 		IdemDelivery *d = lfirst(lc);
 
 		busy |= feed(d, &hungry);
+		if (d->nentries > d->nsent)
+			IDEM_FAULT("relay-read");
 		if (record_again_at == 0)
 			idem_delivery_send(d);
 		if (d->link != NULL)
 			idem_link_flush(d->link);
+		if (d->nsent > 0)
+			IDEM_FAULT("relay-sent");
 		publish(d);
 	}
 

@@ -162,13 +162,13 @@ build() {
 	export PATH="$BIN:$PATH"
 
 	if ! {
-		make -C "$SRC" -j "$(nproc)" all WERROR=1 with_llvm=no &&
+		make -C "$SRC" -j "$(nproc)" all WERROR=1 IDEM_FAULTS="${IDEM_FAULTS:-}" with_llvm=no &&
 			mkdir -p "$BIN" "$inst$libdir" "$inst$sharedir/extension" &&
 			cp "$bindir"/* "$BIN" &&
 			link_all "$libdir" "$inst$libdir" bitcode &&
 			link_all "$sharedir" "$inst$sharedir" extension &&
 			link_all "$sharedir/extension" "$inst$sharedir/extension" &&
-			make -C "$SRC" install DESTDIR="$inst" WERROR=1 with_llvm=no
+			make -C "$SRC" install DESTDIR="$inst" WERROR=1 IDEM_FAULTS="${IDEM_FAULTS:-}" with_llvm=no
 	} >"$WORK/build.log" 2>&1; then
 		cat "$WORK/build.log" >&2
 		return 1

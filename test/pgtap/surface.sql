@@ -72,7 +72,7 @@ SELECT is_empty($$
 	WHERE c.relnamespace = 'idem'::regnamespace AND a.atttypid = 'text'::regtype
 	AND a.attcollation <> (SELECT oid FROM pg_collation WHERE collname = 'C')
 $$, 'no index depends on the collations of the operating system');
-SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' $$,
+SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' AND name <> 'idem.fault' $$,
 	ARRAY['idem.claim_outside_transaction', 'idem.inbox_retention', 'idem.key_ttl',
 	'idem.maintenance', 'idem.maintenance_naptime', 'idem.maintenance_delay',
 	'idem.max_databases', 'idem.max_servers', 'idem.outbox_max_payload', 'idem.outbox_retention',
