@@ -24,13 +24,13 @@ END $$;
 
 -- all options there are
 SELECT * FROM options($$ url 'http://example.com' $$);
-SELECT * FROM options($$ url 'HTTPS://user@example.com:8443/a?b=c:d@e', window_messages '1', window_bytes '64MB',
+SELECT * FROM options($$ url 'HTTPS://example.com:8443/a?b=c:d@e', window_messages '1', window_bytes '64MB',
 	retry_min '1ms', retry_max '1h', max_attempts '1', gate 'standby', standbys 'a, "B c"', "order" 'none',
 	on_unknown 'hold', keep_answer 'true', public_only 'on', method 'put', connections '8', timeout_ms '30000',
 	connect_timeout_ms '1000', bearer_file 'b', "user" 'u', password_file 'sub/p', signing_key_file 's',
 	cloudevents 'binary', tls_ca_file 'ca', tls_cert_file 'cert', tls_key_file 'key',
 	"header.X-Kind" 'a b', "header.X-Api-Key_file" 'k' $$);
-SELECT * FROM options($$ url 'amqps://host/vhost', exchange '', on_unroutable 'block', heartbeat '10',
+SELECT * FROM options($$ url 'amqps://host/vhost', exchange '', routing_key 'k', on_unroutable 'dead', heartbeat '10',
 	connect_timeout_ms '1000', "user" 'u', password_file 'p', tls_ca_file 'ca', tls_cert_file 'cert', tls_key_file 'key',
 	gate 'local', "order" 'key', on_unknown 'resend' $$);
 SELECT * FROM options($$ url 'discard://', delay_ms '0', fail_every '3' $$);
@@ -49,7 +49,8 @@ SELECT * FROM options($$ url 'http://exa mple.com' $$);
 SELECT * FROM options($$ url E'http://example.com\nx' $$);
 SELECT * FROM options($$ url 'http://' $$);
 SELECT * FROM options($$ url 'http:///path' $$);
-SELECT * FROM options($$ url 'amqp://user@/vhost' $$);
+SELECT * FROM options($$ url 'amqp:///vhost' $$);
+SELECT * FROM options($$ url 'amqp://user@h/vhost' $$);
 SELECT * FROM options($$ url 'http://user:sesame@example.com' $$);
 SELECT * FROM options($$ url 'amqp://user@x:sesame@example.com/vhost' $$);
 SELECT * FROM options($$ url 'other://:@example.com' $$);
@@ -114,7 +115,7 @@ SELECT * FROM options($$ url 'http://h', connect_timeout_ms '-1' $$);
 SELECT * FROM options($$ url 'http://h', cloudevents 'yes' $$);
 SELECT * FROM options($$ url 'http://h', "header.X" E'a\r\nb' $$);
 SELECT * FROM options($$ url 'amqp://h', on_unroutable 'shrug' $$);
-SELECT * FROM options($$ url 'amqp://h', heartbeat '65536' $$);
+SELECT * FROM options($$ url 'amqp://h', heartbeat '3601' $$);
 SELECT * FROM options($$ url 'discard://', delay_ms '-1' $$);
 SELECT * FROM options($$ url 'discard://', fail_every 'x' $$);
 SELECT * FROM options(format('url %L, "user" %L', 'http://h', repeat('x', 8193)));

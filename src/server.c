@@ -104,11 +104,12 @@ static const OptionDef option_defs[] = {
 	{HTTP " " AMQP, "password_file", .kind = OPTION_FILE},
 	{HTTP, "bearer_file", .kind = OPTION_FILE},
 	{HTTP, "signing_key_file", .kind = OPTION_FILE},
-	{HTTP, "cloudevents", .kind = OPTION_WORD, .words = "off binary structured"},
+	{HTTP, "cloudevents", .kind = OPTION_WORD, .words = "off binary"},
 	{HTTP, "header.", .kind = OPTION_HEADER},
 	{AMQP, "exchange", .kind = OPTION_TEXT},
-	{AMQP, "on_unroutable", .kind = OPTION_WORD, .words = "block reject"},
-	{AMQP, "heartbeat", .kind = OPTION_INT, RANGE(0, 65535)},
+	{AMQP, "routing_key", .kind = OPTION_TEXT},
+	{AMQP, "on_unroutable", .kind = OPTION_WORD, .words = "block dead"},
+	{AMQP, "heartbeat", .kind = OPTION_INT, RANGE(0, 3600)},
 	{HTTP " " AMQP, "tls_ca_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP, "tls_cert_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP, "tls_key_file", .kind = OPTION_FILE},
@@ -309,6 +310,10 @@ read_url(const char *url, char **scheme, Problem *problem)
 			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 						  pstrdup("url contains a password"),
 						  pstrdup("Put it into a file below idem.secrets_dir, and name that in option \"password_file\"."));
+		if (word_index(HTTP " " AMQP, *scheme) >= 0)
+			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
+						  pstrdup("url contains a user"),
+						  pstrdup("There is option \"user\" for it."));
 		len -= at + 1 - rest;
 		rest = at + 1;
 	}

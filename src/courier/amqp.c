@@ -15,6 +15,7 @@
  *
  *-------------------------------------------------------------------------
  */
+#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -25,6 +26,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <unistd.h>
 #include <arpa/inet.h>
 
@@ -1466,7 +1468,7 @@ start_url(IdemCourier *courier)
 	if (!url)
 		return;
 	rest = strstr(url, "://");
-	if (!rest || (strncmp(url, "amqp:", 5) != 0 && strncmp(url, "amqps:", 6) != 0))
+	if (!rest || (strncasecmp(url, "amqp:", 5) != 0 && strncasecmp(url, "amqps:", 6) != 0))
 	{
 		idem_courier_refuse(courier, "the url must begin with amqp:// or amqps://");
 		return;
@@ -1480,6 +1482,8 @@ start_url(IdemCourier *courier)
 		return;
 	}
 	copy = idem_strdup(url);
+	for (char *p = copy; *p != ':'; p++)
+		*p = (char) tolower((unsigned char) *p);
 	if (strpbrk(rest, "?#@") ||
 		amqp_parse_url(copy, &info) != AMQP_STATUS_OK || !info.host[0])
 	{
@@ -1521,7 +1525,7 @@ amqp_start(IdemCourier *courier)
 		idem_courier_refuse(courier,
 							"options \"exchange\" and \"routing_key\" have at most 255 bytes");
 	a.heartbeat = idem_option_int(courier, "heartbeat", 30, 0, 3600);
-	a.connect_timeout = idem_option_int(courier, "connect_timeout_ms", 5000, 1, 600000);
+	a.connect_timeout = idem_option_int(courier, "connect_timeout_ms", 5000, 1, 3600 * 1000);
 	a.public_only = idem_option_bool(courier, "public_only", false);
 	if (unroutable && strcmp(unroutable, "dead") == 0)
 		a.unroutable_dead = true;

@@ -15,6 +15,7 @@
  *
  *-------------------------------------------------------------------------
  */
+#define _GNU_SOURCE				/* memmem */
 #include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -480,7 +481,7 @@ http_start(IdemCourier *c)
 
 	option = idem_option(c, "cloudevents");
 	cloudevents = option == NULL || strcmp(option, "binary") == 0;
-	if (!cloudevents && strcmp(option, "none") != 0 && strcmp(option, "off") != 0)
+	if (!cloudevents && strcmp(option, "off") != 0)
 		idem_courier_refuse(c, "option \"cloudevents\" must be binary or off");
 
 	bearer = idem_option(c, "bearer");
@@ -718,6 +719,27 @@ stop_all(Request *request, IdemState state, IdemOutcome outcome, uint32_t code,
 	return_all(idem_queue_take_all(queue), why);
 }
 
+/*
+ * nginx says 400 to everybody when it is the connection that it does not like.
+ * That is about us, not about the message, and a backlog must not die of it.
+ */
+static bool
+is_about_tls(const Request *request, long status)
+{
+	static const char *const said[] = {
+		"No required SSL certificate was sent",
+		"The SSL certificate error",
+		"The plain HTTP request was sent to HTTPS port"
+	};
+
+	if (status != 400)
+		return false;
+	for (size_t i = 0; i < sizeof(said) / sizeof(said[0]); i++)
+		if (memmem(request->answer, request->answer_len, said[i], strlen(said[i])) != NULL)
+			return true;
+	return false;
+}
+
 static void
 answered(Request *request, long status)
 {
@@ -744,12 +766,14 @@ answered(Request *request, long status)
 		len += request->answer_len;
 	}
 
-	if (status == 401 || status == 403 || status == 404 || (status >= 300 && status < 400))
+	if (status == 401 || status == 403 || status == 404 ||
+		(status >= 300 && status < 400) || is_about_tls(request, status))
 	{
 		char		why[64];
 
 		snprintf(why, sizeof(why), "HTTP status %ld%s", status,
-				 status < 400 ? ": redirects are not followed" : "");
+				 status < 400 ? ": redirects are not followed" :
+				 status == 400 ? ": TLS or client certificate required" : "");
 		stop_all(request, IDEM_STATE_BLOCKED, IDEM_BLOCKED, (uint32_t) status,
 				 why, text, len);
 		return;

@@ -1,76 +1,180 @@
-# A relay with a courier that writes to a file and fails on demand, for tests.
+# A cluster whose relay talks to real servers with the couriers as they are
+# installed, and a proxy that loses answers.
 package IdemRelay;
+
 use strict;
 use warnings;
-use Cwd 'abs_path';
 use Exporter 'import';
-use File::Basename;
-use File::Copy;
+use IO::Select;
+use IO::Socket::INET;
+use POSIX ();
 use PostgreSQL::Test::Utils;
 use Test::More;
-use Time::HiRes qw(usleep time);
+use Time::HiRes qw(time usleep);
+use Idem;
 
-our @EXPORT = qw(install_courier sql lines bodies await await_bodies await_sql set_mode truncate_file file_server);
+our @EXPORT = qw(relay_cluster sql await_that await_sql put_file in_key_order proxy leaks);
 
-my ($node, $dir);
+my $node;
 
-# install_courier($node): put idem-courier-file where the server looks for it
-sub install_courier
+# relay_cluster($name, $secrets): one cluster per test
+sub relay_cluster
 {
-	($node) = @_;
-	my ($postgres) = grep { -x } map { "$_/postgres" } split /:/, $ENV{PATH};
-	my $program = dirname($postgres) . '/idem-courier-file';
-	copy(dirname(abs_path($0)) . '/../courier/idem-courier-file', $program) or die $!;
-	chmod 0755, $program;
-	$dir = PostgreSQL::Test::Utils::tempdir;
-}
-
-# file_server($name, $options): CREATE SERVER, writing to a file of its own
-sub file_server
-{
-	my ($name, $options) = @_;
-	return qq(CREATE SERVER $name FOREIGN DATA WRAPPER idem OPTIONS (url 'file://x', "file.path" '$dir/$name', "file.mode" '$dir/$name.mode', retry_min '20ms', retry_max '200ms', max_attempts '5')$options);
+	my ($name, $secrets) = @_;
+	$node = cluster($name, {}, "idem.secrets_dir = '$secrets'", 'max_worker_processes = 20');
+	return $node;
 }
 
 sub sql { return $node->safe_psql('postgres', $_[0]) }
 
-# lines($server): what has arrived, as [id, destination, key, attempt, body]
-sub lines
+sub await_that
 {
-	open(my $f, '<', "$dir/$_[0]") or return ();
-	my @lines = map { chomp; [ split /\t/, $_, 5 ] } <$f>;
-	return @lines;
-}
-sub bodies { return map { $_->[4] } lines($_[0]) }
-
-# await($what, $condition): poll, for a while at most
-sub await
-{
-	my ($what, $condition) = @_;
-	my $end = time + ($PostgreSQL::Test::Utils::timeout_default // 180) / 6;
+	my ($what, $condition, $seconds) = @_;
+	my $end = time + ($seconds // 30);
 	my $result;
 	usleep(20_000) while !($result = $condition->()) && time < $end;
 	ok($result, $what) or diag(sql('SELECT * FROM idem.relay_status'));
 	return $result;
 }
-sub await_bodies
-{
-	my ($what, $server, @expected) = @_;
-	await($what, sub { "@{[bodies($server)]}" eq "@expected" });
-	is_deeply([ bodies($server) ], \@expected, "$what: exactly these");
-}
+
 sub await_sql
 {
 	my ($what, $query, $expected) = @_;
-	await($what, sub { sql($query) eq $expected }) or diag(sql($query));
+	my $is;
+	return await_that($what, sub { ($is = sql($query)) eq $expected }) || diag($is);
 }
-sub set_mode
+
+sub put_file
 {
-	my ($server, $mode) = @_;
-	open(my $f, '>', "$dir/$server.mode") or die $!;
-	print $f "$mode\n";
-	close $f;
+	my ($path, $content, $mode) = @_;
+	open my $file, '>:raw', $path or die "$path: $!";
+	print $file $content;
+	close $file or die $!;
+	chmod $mode, $path if defined $mode;
+	return;
 }
-sub truncate_file { truncate("$dir/$_[0]", 0) if -e "$dir/$_[0]" }
+
+# in_key_order([key, number], ...): do the first deliveries of each key rise?
+sub in_key_order
+{
+	my (%last, %seen);
+	for (@_)
+	{
+		my ($key, $n) = @$_;
+		next if $seen{"$key/$n"}++;
+		return 0 if ($last{$key} // 0) > $n;
+		$last{$key} = $n;
+	}
+	return 1;
+}
+
+# proxy($port): forwards; after lose() the answers get lost, until restore().
+sub proxy
+{
+	my ($target) = @_;
+	my $listen = IO::Socket::INET->new(Listen => 50, LocalAddr => '127.0.0.1') or die $!;
+	my $parent = $$;
+	my $pid = fork // die $!;
+	if ($pid == 0)
+	{
+		$SIG{PIPE} = 'IGNORE';
+		eval { proxy_loop($listen, $target, $parent) };
+		POSIX::_exit(0);
+	}
+	return bless { pid => $pid, port => $listen->sockport }, 'IdemRelay::Proxy';
+}
+
+sub proxy_loop
+{
+	my ($listen, $target, $parent) = @_;
+	my ($lose, $restored) = (0, 0);
+	my (%peer, %answers);
+	my $select = IO::Select->new($listen);
+	my $hang_up = sub {
+		for my $socket (grep { defined } $_[0], delete $peer{ $_[0] })
+		{
+			$select->remove($socket);
+			delete $peer{$socket};
+			delete $answers{$socket};
+			close $socket;
+		}
+	};
+	local $SIG{USR1} = sub { $lose = 1 };
+	local $SIG{USR2} = sub { $lose = 0; $restored = 1 };
+	while (getppid == $parent)
+	{
+		my @ready = $select->can_read(0.1);
+		if ($restored)
+		{
+			# what has lost bytes is of no more use
+			$restored = 0;
+			$hang_up->($_) for grep { $_ != $listen } $select->handles;
+			next;
+		}
+		for my $from (@ready)
+		{
+			if ($from == $listen)
+			{
+				my $in = $listen->accept or next;
+				my $out = IO::Socket::INET->new("127.0.0.1:$target");
+				close $in, next unless $out;
+				@peer{ $in, $out } = ($out, $in);
+				$answers{$out} = 1;
+				$select->add($in, $out);
+				next;
+			}
+			my $to = $peer{$from} or next;
+			my $n = sysread $from, my $data, 65536;
+			if (!$n) { $hang_up->($from) }
+			elsif ($lose && $answers{$from}) { }
+			else
+			{
+				for (my $at = 0; $at < $n;)
+				{
+					$at += syswrite($to, $data, $n - $at, $at) || last;
+				}
+			}
+		}
+	}
+	return;
+}
+
+# Where a secret shows that should show nowhere.
+sub leaks
+{
+	my ($canary) = @_;
+	my $slurp = sub { local $/; open my $f, '<:raw', $_[0] or return ''; return <$f> // '' };
+	my @places;
+	my ($out, $err) = ('', '');
+	IPC::Run::run([ 'pg_dumpall', '-h', $node->host, '-p', $node->port ], '>', \$out, '2>', \$err)
+	  or die "pg_dumpall: $err";
+	die 'nothing was dumped' unless $out =~ /CREATE SERVER/;
+	push @places, 'dump' if $out =~ /$canary/;
+	push @places, 'log' if $slurp->($node->logfile) =~ /$canary/;
+	for my $view (qw(idem.relay_status idem.stuck idem.dead_letter idem.relay_parked idem.relay_answer
+		pg_stat_activity pg_foreign_server pg_settings))
+	{
+		push @places, $view if sql("SELECT v FROM $view v") =~ /$canary/;
+	}
+	for my $path (glob '/proc/[0-9]*/cmdline /proc/[0-9]*/environ')
+	{
+		push @places, $path if $slurp->($path) =~ /$canary/;
+	}
+	return join ' ', @places;
+}
+
+package IdemRelay::Proxy;
+
+sub lose { my ($self) = @_; return kill USR1 => $self->{pid} }
+sub restore { my ($self) = @_; return kill USR2 => $self->{pid} }
+
+sub DESTROY
+{
+	my ($self) = @_;
+	local ($?, $!);
+	kill KILL => $self->{pid};
+	waitpid $self->{pid}, 0;
+	return;
+}
 
 1;

@@ -239,7 +239,7 @@ my $binary = join '', map { chr } 0 .. 255;
 	my $key = 'whsec_' . encode_base64('0123456789abcdefghij0123', '');
 	my $courier = http(
 		signing_key => $key, bearer => 'canary-bearer', method => 'PUT', url => "$sink->{url}/base/?q=1",
-		cloudevents => 'none', 'header.X-Fixed' => 'fixed', order => 'key', window_messages => 10);
+		cloudevents => 'off', 'header.X-Fixed' => 'fixed', order => 'key', window_messages => 10);
 	one($courier, destination => 'x', body => $binary, headers => '{"x-fixed": "theirs"}');
 	my ($request) = $sink->requests;
 	my $h = $request->{headers};
@@ -500,7 +500,9 @@ CONF
 		is($bad->{states}[-1]{state}, $BLOCKED, 'and state');
 	}
 	ok(!-e "$dir/files/never", 'and nothing was sent');
-	is(one($tls->('mutual'), destination => 'm')->{outcome}, $O{permanent}, 'client certificate missing: refused');
+	is(one($tls->('mutual'), destination => 'm')->{outcome}, $O{blocked}, 'client certificate missing: blocked');
+	is(one(http(url => "http://localhost:$port{good}/", method => 'PUT'), destination => 'm')->{outcome}, $O{blocked},
+		'plain HTTP to a server with TLS: blocked');
 	is(one($tls->('mutual', tls_cert => slurp("$dir/client.pem"), tls_key => slurp("$dir/client.key")), destination => 'm')
 		  ->{outcome}, $O{delivered}, 'client certificate');
 	$sink->requests;
