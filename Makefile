@@ -41,6 +41,7 @@ OBJS = \
 	src/log.o \
 	src/link.o \
 	src/parked.o \
+	src/replay.o \
 	src/delivery.o \
 	src/segment.o \
 	src/relay_stat.o \
@@ -63,6 +64,7 @@ SQL_PARTS = \
 	src/route.sql \
 	src/log.sql \
 	src/relay.sql \
+	src/replay.sql \
 	src/retention.sql \
 	src/stuck.sql \
 	src/roles.sql
@@ -85,7 +87,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 150_relay
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 150_relay 155_replay
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

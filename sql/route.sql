@@ -75,8 +75,8 @@ SELECT * FROM attempt($$ SELECT idem.route_add('', 'bus') $$);
 SELECT * FROM attempt($$ SELECT idem.route_add('t', '') $$);
 SELECT * FROM attempt($$ SELECT idem.route_add(repeat('t', 256), 'bus') $$);
 SELECT * FROM attempt($$ SELECT idem.route_add(E't\t', 'bus') $$);
-SELECT * FROM attempt($$ SELECT idem.route_add('t', 'bus', start_from => 'yesterday') $$);
-SELECT * FROM attempt($$ SELECT idem.route_add('t', 'bus', start_from => '2026-01-01') $$);
+SELECT * FROM attempt($$ SELECT idem.route_add('t', 'bus', start_from => 'whenever') $$);
+SELECT * FROM attempt($$ SELECT idem.route_add('t', 'bus', start_from => 'infinity') $$);
 
 -- what does not exist, or exists already
 SELECT * FROM attempt($$ SELECT idem.route_add('t', 'nobody') $$);

@@ -23,6 +23,7 @@
 
 #include "delivery.h"
 #include "parked.h"
+#include "replay.h"
 #include "route.h"
 
 /* So many failures in a row say that it is the server, not the messages. */
@@ -218,7 +219,7 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 	ListCell   *lc;
 	uint64		room = 1;
 
-	if (!idem_position_load(d->name, &pos, &d->position_id))
+	if (!idem_position_load(d->name, 0, &pos, &d->position_id))
 	{
 		int64		first = PG_INT64_MAX;
 
@@ -236,6 +237,18 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 			pos.b = newest_tick;
 			pos.phase = IDEM_PHASE_NEW;
 			pos.seq = Max(first - 1, 0);
+		}
+
+		/* New routes that begin in the past get that from here. */
+		foreach(lc, d->replays)
+		{
+			IdemReplay *replay = lfirst(lc);
+
+			if (replay->route != 0)
+			{
+				idem_replay_finish(replay->id);
+				d->replays = foreach_delete_current(d->replays, lc);
+			}
 		}
 	}
 	idem_reader_init(&d->reader, &pos);
@@ -326,9 +339,9 @@ park(IdemDelivery *d, DeliveryEntry *e, IdemParkedState state, TimestampTz due)
 	e->state = ENTRY_DONE;
 }
 
-/* Put a message that a route takes into the queue. */
+/* Put a message that a route takes into a queue. */
 static void
-add_message(IdemDelivery *d, DeliveryPage *page, IdemMessage *m,
+add_message(IdemDelivery *d, dlist_head *queue, DeliveryPage *page, IdemMessage *m,
 			const IdemRoute *route, const IdemPosition *at)
 {
 	DeliveryEntry *e = new_entry(d, page, m);
@@ -343,8 +356,54 @@ add_message(IdemDelivery *d, DeliveryPage *page, IdemMessage *m,
 		park(d, e, IDEM_PARKED_DELAYED, m->deliver_at);
 	else if (key_is_parked(d, e->key_hash))
 		park(d, e, IDEM_PARKED_BEHIND, 0);
-	dlist_push_tail(&d->entries, &e->node);
+	dlist_push_tail(queue, &e->node);
 	d->nentries++;
+}
+
+/* The position may move past what nobody wanted, too. */
+static void
+add_mark(IdemDelivery *d, dlist_head *queue, const IdemPosition *pos)
+{
+	DeliveryEntry *mark = new_entry(d, NULL, NULL);
+
+	mark->after = *pos;
+	mark->state = ENTRY_DONE;
+	dlist_push_tail(queue, &mark->node);
+	d->nentries++;
+}
+
+static bool
+route_takes(const IdemRoute *route, const IdemMessage *m)
+{
+	return m->seq >= route->first_seq && m->seq <= route->last_seq &&
+		m->enqueued_at >= route->since && idem_route_match(route->pattern, m->topic);
+}
+
+/* Is this a new route that has not got to the present yet? */
+static bool
+route_is_waiting(IdemDelivery *d, const IdemRoute *route)
+{
+	ListCell   *lc;
+
+	foreach(lc, d->replays)
+	{
+		IdemReplay *replay = lfirst(lc);
+
+		if (replay->route == route->id && replay->tick == 0)
+			return true;
+	}
+	return false;
+}
+
+static List *
+read_page(IdemDelivery *d, IdemReader *reader, int max, DeliveryPage *page, IdemPosition *at)
+{
+	MemoryContext old = MemoryContextSwitchTo(page->context);
+	List	   *messages = idem_reader_page(reader, Min(MAX_PAGE, max),
+											d->server->window_bytes - d->nbytes, at);
+
+	MemoryContextSwitchTo(old);
+	return messages;
 }
 
 /*
@@ -355,43 +414,145 @@ void
 idem_delivery_read(IdemDelivery *d, int64 newest_tick)
 {
 	DeliveryPage *page;
-	DeliveryEntry *mark;
-	List	   *messages;
 	ListCell   *lc;
+	ListCell   *lc2;
 	IdemPosition at;
-	MemoryContext old;
 
 	if (!idem_reader_begin_round(&d->reader, newest_tick))
 		return;
 
 	page = new_page(d);
-	old = MemoryContextSwitchTo(page->context);
-	messages = idem_reader_page(&d->reader,
-								Min(MAX_PAGE, d->server->window_messages - d->nentries),
-								d->server->window_bytes - d->nbytes, &at);
-	MemoryContextSwitchTo(old);
-	foreach(lc, messages)
+	foreach(lc, read_page(d, &d->reader, d->server->window_messages - d->nentries, page, &at))
 	{
 		IdemMessage *m = lfirst(lc);
-		ListCell   *lc2;
 
 		foreach(lc2, d->routes)
 		{
 			IdemRoute  *route = lfirst(lc2);
 
-			if (m->seq >= route->first_seq && m->seq <= route->last_seq &&
-				idem_route_match(route->pattern, m->topic))
-				add_message(d, page, m, route, &at);
+			if (route_takes(route, m) && !route_is_waiting(d, route))
+				add_message(d, &d->entries, page, m, route, &at);
 		}
 	}
-
-	/* The position may move past what nobody wanted, too. */
-	mark = new_entry(d, NULL, NULL);
-	mark->after = d->reader.pos;
-	mark->state = ENTRY_DONE;
-	dlist_push_tail(&d->entries, &mark->node);
-	d->nentries++;
+	add_mark(d, &d->entries, &d->reader.pos);
 	release_page(page);
+}
+
+/* Go on with the first replay that was ordered, if now is the time for it. */
+static bool
+begin_replay(IdemDelivery *d)
+{
+	IdemReplay *orders;
+	IdemReplaying *r;
+	MemoryContext old;
+
+	if (d->replays == NIL)
+		return false;
+	orders = linitial(d->replays);
+	if (orders->tick == 0)
+	{
+		/* What is old and what is new is defined between two rounds only. */
+		if (d->reader.b != NULL || d->reader.pos.b != 0)
+			return false;
+		if (d->reader.pos.a == 0)
+		{
+			idem_replay_finish(orders->id);
+			d->replays = list_delete_first(d->replays);
+			return false;
+		}
+		idem_replay_begin(orders, d->reader.pos.a);
+	}
+
+	old = MemoryContextSwitchTo(d->context);
+	r = palloc0(sizeof(IdemReplaying));
+	r->orders = *orders;
+	dlist_init(&r->entries);
+	if (!idem_position_load(d->name, orders->id, &r->done, &r->position_id))
+	{
+		r->done.b = orders->tick;
+		r->done.phase = IDEM_PHASE_NEW;
+		r->done.seq = Max(orders->from_seq - 1, 0);
+	}
+	idem_reader_init(&r->reader, &r->done);
+	MemoryContextSwitchTo(old);
+	d->replaying = r;
+	return true;
+}
+
+/*
+ * idem_delivery_read_replay
+ *		Read a page of what is to be sent again; false if there is none.
+ *
+ * Caller provides a transaction.
+ */
+bool
+idem_delivery_read_replay(IdemDelivery *d)
+{
+	IdemReplaying *r;
+	DeliveryPage *page;
+	IdemPosition at;
+	ListCell   *lc;
+	ListCell   *lc2;
+	int			before = d->nentries;
+	int			room;
+	bool		any_parked;
+
+	if (d->replaying == NULL && !begin_replay(d))
+		return false;
+	r = d->replaying;
+
+	/* Half of the window, so that what is new gets through, too. */
+	room = (d->server->window_messages + 1) / 2 - r->nentries;
+	if (r->reader.pos.b == 0 || room <= 0)
+		return false;
+	(void) idem_reader_begin_round(&r->reader, 0);
+
+	page = new_page(d);
+	any_parked = idem_parked_exists(d->name, 0, 0);
+	foreach(lc, read_page(d, &r->reader, room, page, &at))
+	{
+		IdemMessage *m = lfirst(lc);
+
+		if (m->enqueued_at < r->orders.since || m->enqueued_at >= r->orders.until)
+			continue;
+		foreach(lc2, d->routes)
+		{
+			IdemRoute  *route = lfirst(lc2);
+
+			/* What is parked is sent anyway. */
+			if (route_takes(route, m) &&
+				(r->orders.route == 0 || r->orders.route == route->id) &&
+				!(any_parked && idem_parked_exists(d->name, m->seq, route->id)))
+				add_message(d, &r->entries, page, m, route, &at);
+		}
+	}
+	add_mark(d, &r->entries, &r->reader.pos);
+	r->nentries += d->nentries - before;
+	release_page(page);
+	return true;
+}
+
+/*
+ * idem_delivery_set_replays
+ *		What is to be replayed has changed; somebody may have cancelled it.
+ */
+void
+idem_delivery_set_replays(IdemDelivery *d, List *replays)
+{
+	bool		wanted = false;
+	ListCell   *lc;
+
+	d->replays = replays;
+	if (d->replaying == NULL)
+		return;
+	foreach(lc, replays)
+		wanted |= ((IdemReplay *) lfirst(lc))->id == d->replaying->orders.id;
+	/* What was read is sent; that is no more than a window. */
+	if (!wanted)
+	{
+		idem_reader_stop(&d->replaying->reader);
+		d->replaying->dirty = true;
+	}
 }
 
 /*
@@ -452,6 +613,31 @@ idem_delivery_read_due(IdemDelivery *d)
 	d->next_due = d->nretries > 0 ? 0 : idem_parked_next_due(d->name);
 }
 
+/*
+ * idem_delivery_recount
+ *		Count parked keys anew, when all there is to know is in the table.
+ *
+ * A safety net: a key must not wait for a message that is gone.  Caller
+ * provides a transaction.
+ */
+void
+idem_delivery_recount(IdemDelivery *d)
+{
+	HASH_SEQ_STATUS seq;
+	ParkedKey  *entry;
+	ListCell   *lc;
+
+	if (!d->positioned || d->nentries > 0 || d->nretries > 0 ||
+		!dlist_is_empty(&d->settled) || hash_get_num_entries(d->parked_keys) == 0)
+		return;
+	idem_parked_promote(d->name);
+	hash_seq_init(&seq, d->parked_keys);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+		hash_search(d->parked_keys, &entry->hash, HASH_REMOVE, NULL);
+	foreach(lc, idem_parked_keys(d->name))
+		count_parked_key(d, hash_key(lfirst(lc)), 1);
+}
+
 /* Hand one message to the courier; false if there is no room for it. */
 static bool
 send_entry(IdemDelivery *d, DeliveryEntry *e)
@@ -495,23 +681,37 @@ idem_delivery_send(IdemDelivery *d)
 		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
 			return;
 	}
+	if (d->replaying == NULL)
+		return;
+	dlist_foreach(iter, &d->replaying->entries)
+	{
+		DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
+
+		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
+			return;
+	}
 }
 
 /* The same key may not overtake: park what is queued behind a parked one. */
 static void
 park_behind(IdemDelivery *d, DeliveryEntry *first)
 {
-	dlist_iter	iter;
+	dlist_head *queues[] = {&d->entries, d->replaying ? &d->replaying->entries : NULL};
 
 	if (first->key_hash == 0 || d->server->order == IDEM_ORDER_NONE)
 		return;
-	dlist_foreach(iter, &d->entries)
+	for (int i = 0; i < 2 && queues[i] != NULL; i++)
 	{
-		DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
+		dlist_iter	iter;
 
-		if (e != first && e->state == ENTRY_QUEUED && e->page != NULL &&
-			e->key_hash == first->key_hash)
-			park(d, e, IDEM_PARKED_BEHIND, 0);
+		dlist_foreach(iter, queues[i])
+		{
+			DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
+
+			if (e != first && e->state == ENTRY_QUEUED && e->page != NULL &&
+				e->key_hash == first->key_hash)
+				park(d, e, IDEM_PARKED_BEHIND, 0);
+		}
 	}
 }
 
@@ -657,15 +857,13 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 	}
 }
 
-/* Take what is settled from the head of the queue; the position follows. */
+/* Take what is settled from the head of a queue; the position follows. */
 static void
-pop_settled(IdemDelivery *d)
+pop_queue(IdemDelivery *d, dlist_head *queue, IdemPosition *done, bool *dirty)
 {
-	dlist_mutable_iter iter;
-
-	while (!dlist_is_empty(&d->entries))
+	while (!dlist_is_empty(queue))
 	{
-		DeliveryEntry *e = dlist_head_element(DeliveryEntry, node, &d->entries);
+		DeliveryEntry *e = dlist_head_element(DeliveryEntry, node, queue);
 
 		if (e->state != ENTRY_DONE)
 			break;
@@ -673,17 +871,32 @@ pop_settled(IdemDelivery *d)
 		d->nentries--;
 
 		/* Several routes may take a message: it is done with the last. */
-		if (dlist_is_empty(&d->entries) || e->page == NULL ||
-			dlist_head_element(DeliveryEntry, node, &d->entries)->page == NULL ||
-			dlist_head_element(DeliveryEntry, node, &d->entries)->m != e->m)
+		if (dlist_is_empty(queue) || e->page == NULL ||
+			dlist_head_element(DeliveryEntry, node, queue)->page == NULL ||
+			dlist_head_element(DeliveryEntry, node, queue)->m != e->m)
 		{
-			d->done = e->after;
-			d->dirty = true;
+			*done = e->after;
+			*dirty = true;
 		}
 		if (e->fate == FATE_NONE && !e->answered)
 			free_entry(d, e);
 		else
 			dlist_push_tail(&d->settled, &e->node);
+	}
+}
+
+static void
+pop_settled(IdemDelivery *d)
+{
+	dlist_mutable_iter iter;
+
+	pop_queue(d, &d->entries, &d->done, &d->dirty);
+	if (d->replaying != NULL)
+	{
+		int			before = d->nentries;
+
+		pop_queue(d, &d->replaying->entries, &d->replaying->done, &d->replaying->dirty);
+		d->replaying->nentries -= before - d->nentries;
 	}
 	dlist_foreach_modify(iter, &d->retries)
 	{
@@ -710,10 +923,11 @@ levels_to_elevel(uint32 level)
 static void
 lose_courier(IdemDelivery *d, const char *reason)
 {
-	dlist_head *lists[] = {&d->retries, &d->entries};
+	dlist_head *lists[] = {&d->retries, &d->entries,
+	d->replaying ? &d->replaying->entries : NULL};
 	bool		alone = d->alone && d->nsent == 1;
 
-	for (int i = 0; i < 2; i++)
+	for (int i = 0; i < 3 && lists[i] != NULL; i++)
 	{
 		dlist_iter	iter;
 
@@ -797,7 +1011,14 @@ idem_delivery_receive(IdemDelivery *d)
 bool
 idem_delivery_needs_record(IdemDelivery *d)
 {
-	return d->dirty || !dlist_is_empty(&d->settled);
+	return d->dirty || !dlist_is_empty(&d->settled) ||
+		(d->replaying != NULL && d->replaying->dirty);
+}
+
+static bool
+replay_is_over(IdemReplaying *r)
+{
+	return r->reader.pos.b == 0 && dlist_is_empty(&r->entries);
 }
 
 /*
@@ -826,7 +1047,27 @@ idem_delivery_record(IdemDelivery *d)
 			idem_parked_remove(d->name, &e->parked);
 	}
 	if (d->dirty)
-		idem_position_record(d->name, &d->done, d->position_id + 1);
+		idem_position_record(d->name, 0, &d->done, d->position_id + 1);
+	if (d->replaying != NULL && replay_is_over(d->replaying))
+		idem_replay_finish(d->replaying->orders.id);
+	else if (d->replaying != NULL && d->replaying->dirty)
+		idem_position_record(d->name, d->replaying->orders.id, &d->replaying->done,
+							 d->replaying->position_id + 1);
+}
+
+static void
+end_replay(IdemDelivery *d)
+{
+	ListCell   *lc;
+
+	foreach(lc, d->replays)
+	{
+		if (((IdemReplay *) lfirst(lc))->id == d->replaying->orders.id)
+			d->replays = foreach_delete_current(d->replays, lc);
+	}
+	MemoryContextDelete(d->replaying->reader.context);
+	pfree(d->replaying);
+	d->replaying = NULL;
 }
 
 /* What idem_delivery_record() wrote has been committed. */
@@ -836,6 +1077,14 @@ idem_delivery_recorded(IdemDelivery *d)
 	if (d->dirty)
 		d->position_id++;
 	d->dirty = false;
+	if (d->replaying != NULL)
+	{
+		if (d->replaying->dirty)
+			d->replaying->position_id++;
+		d->replaying->dirty = false;
+		if (replay_is_over(d->replaying))
+			end_replay(d);
+	}
 	while (!dlist_is_empty(&d->settled))
 	{
 		DeliveryEntry *e = dlist_container(DeliveryEntry, node,

@@ -14,7 +14,20 @@
 #include "link.h"
 #include "log.h"
 #include "relay_stat.h"
+#include "replay.h"
 #include "server.h"
+
+/* A replay under way. */
+typedef struct IdemReplaying
+{
+	IdemReplay	orders;
+	IdemReader	reader;
+	IdemPosition done;
+	int64		position_id;
+	bool		dirty;
+	dlist_head	entries;
+	int			nentries;
+} IdemReplaying;
 
 typedef struct IdemDelivery
 {
@@ -23,6 +36,7 @@ typedef struct IdemDelivery
 	MemoryContext orders_context;	/* server and routes */
 	IdemServer *server;
 	List	   *routes;			/* of IdemRoute */
+	List	   *replays;		/* of IdemReplay */
 
 	IdemServerState state;
 	char		reason[256];
@@ -40,6 +54,7 @@ typedef struct IdemDelivery
 	int64		position_id;	/* of the last record */
 	bool		dirty;			/* "done" has moved since */
 
+	IdemReplaying *replaying;	/* or NULL */
 	dlist_head	entries;		/* in the order of the log */
 	dlist_head	retries;		/* parked ones that are due */
 	dlist_head	settled;		/* to be written with the next record */
@@ -63,6 +78,9 @@ extern void idem_delivery_set_state(IdemDelivery *d, IdemServerState state,
 extern void idem_delivery_position(IdemDelivery *d, int64 newest_tick);
 extern bool idem_delivery_wants(IdemDelivery *d);
 extern void idem_delivery_read(IdemDelivery *d, int64 newest_tick);
+extern void idem_delivery_set_replays(IdemDelivery *d, List *replays);
+extern bool idem_delivery_read_replay(IdemDelivery *d);
+extern void idem_delivery_recount(IdemDelivery *d);
 extern void idem_delivery_read_due(IdemDelivery *d);
 extern void idem_delivery_send(IdemDelivery *d);
 extern void idem_delivery_receive(IdemDelivery *d);

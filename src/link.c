@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include "libpq/pqformat.h"
+#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "port/pg_bswap.h"
 #include "utils/builtins.h"
@@ -315,6 +316,7 @@ get_text(const char **p, const char *end)
 {
 	uint32		len = get_int(p, end, 4);
 	char	   *raw;
+	bool		ascii;
 
 	if (*p == NULL || len == PG_UINT32_MAX || (uint64) (end - *p) < len)
 	{
@@ -322,11 +324,13 @@ get_text(const char **p, const char *end)
 			*p = NULL;
 		return pstrdup("");
 	}
-	raw = pnstrdup(*p, Min(len, MAX_TEXT));
+	raw = pnstrdup(*p, pg_encoding_mbcliplen(PG_UTF8, *p, len, MAX_TEXT));
 	*p += len;
+	ascii = GetDatabaseEncoding() != PG_UTF8 ||
+		!pg_verify_mbstr(PG_UTF8, raw, strlen(raw), true);
 	for (char *c = raw; *c; c++)
 	{
-		if ((unsigned char) *c < ' ' || (unsigned char) *c > '~')
+		if ((unsigned char) *c < ' ' || *c == 0x7f || (ascii && IS_HIGHBIT_SET(*c)))
 			*c = ' ';
 	}
 	return raw;

@@ -341,6 +341,17 @@ end_round(IdemReader *reader)
 }
 
 /*
+ * idem_reader_stop
+ *		Read no more.  Nothing else can be done with this reader.
+ */
+void
+idem_reader_stop(IdemReader *reader)
+{
+	reader->b = NULL;
+	reader->pos.b = 0;
+}
+
+/*
  * Open the index of a segment that begins with these columns.  It is looked
  * for under the lock on the table, by what it is and not by its name.
  */

@@ -78,6 +78,7 @@ extern bool idem_tick_is_due(IdemTick *newest);
 
 extern void idem_reader_init(IdemReader *reader, const IdemPosition *pos);
 extern bool idem_reader_begin_round(IdemReader *reader, int64 newest_tick);
+extern void idem_reader_stop(IdemReader *reader);
 extern List *idem_reader_page(IdemReader *reader, int max_messages,
 							  int64 max_bytes, IdemPosition *at);
 extern IdemMessage *idem_log_message(int64 seq);

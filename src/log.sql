@@ -26,14 +26,17 @@ SELECT pg_catalog.pg_extension_config_dump('idem.outbox_tick', '');
 
 CREATE TABLE idem.relay_position (
 	server text COLLATE "C" NOT NULL,
+	replay bigint NOT NULL,
 	id bigint NOT NULL,
 	tick_a bigint NOT NULL,
 	tick_b bigint NOT NULL,
 	phase smallint NOT NULL,
 	seq bigint NOT NULL,
 	at timestamptz NOT NULL,
-	CONSTRAINT relay_position_pkey PRIMARY KEY (server, id)
+	CONSTRAINT relay_position_pkey PRIMARY KEY (server, replay, id)
 ) USING heap;
 COMMENT ON TABLE idem.relay_position IS
 	'how far each server has got; the row with the highest id counts';
+COMMENT ON COLUMN idem.relay_position.replay IS
+	'of which replay; 0: of ordinary reading';
 SELECT pg_catalog.pg_extension_config_dump('idem.relay_position', '');

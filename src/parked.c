@@ -56,8 +56,10 @@ idem_parked_put(const char *server, const IdemMessage *m,
 		.sql = "INSERT INTO idem.relay_parked AS p (server, seq, route, msg_id, key,"
 		" destination, state, attempts, due, parked_at, code, first_error, last_error)"
 		" VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, pg_catalog.clock_timestamp(), $10, $11, $11)"
-		" ON CONFLICT (server, seq, route) DO UPDATE SET state = excluded.state,"
-		" attempts = excluded.attempts, due = excluded.due, code = excluded.code,"
+		" ON CONFLICT (server, seq, route) DO UPDATE SET"
+		" state = CASE WHEN excluded.state = 'behind' AND p.state <> 'delayed' THEN p.state ELSE excluded.state END,"
+		" due = CASE WHEN excluded.state = 'behind' AND p.state <> 'delayed' THEN p.due ELSE excluded.due END,"
+		" attempts = excluded.attempts, code = excluded.code,"
 		" first_error = coalesce(p.first_error, excluded.first_error),"
 		" last_error = coalesce(excluded.last_error, p.last_error)",
 		.nargs = 11,
@@ -119,6 +121,54 @@ idem_parked_remove(const char *server, const IdemParked *parked)
 		values[1] = text_datum(parked->key);
 		idem_statement_run(&promote, values, NULL);
 	}
+	SPI_finish();
+}
+
+/* Is this message parked; with 0 for a number, is any? */
+bool
+idem_parked_exists(const char *server, int64 seq, int64 route)
+{
+	static IdemStatement any = {
+		.sql = "SELECT FROM idem.relay_parked WHERE server = $1 LIMIT 1",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
+	static IdemStatement one = {
+		.sql = "SELECT FROM idem.relay_parked WHERE server = $1 AND seq = $2 AND route = $3",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	Datum		values[3];
+	bool		result;
+
+	values[0] = CStringGetTextDatum(server);
+	values[1] = Int64GetDatum(seq);
+	values[2] = Int64GetDatum(route);
+	SPI_connect();
+	result = idem_statement_run(seq == 0 ? &any : &one, values, NULL) > 0;
+	SPI_finish();
+	return result;
+}
+
+/*
+ * idem_parked_promote
+ *		Whatever waits for an earlier message of its key that is gone, goes on.
+ */
+void
+idem_parked_promote(const char *server)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.relay_parked p SET state = 'retry', due = pg_catalog.clock_timestamp()"
+		" WHERE p.server = $1 AND p.state = 'behind'"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
+		" AND b.key = p.key AND b.state <> 'delayed' AND (b.seq, b.route) < (p.seq, p.route))",
+		.nargs = 1,
+		.types = {TEXTOID}
+	};
+	Datum		values[1] = {CStringGetTextDatum(server)};
+
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
 	SPI_finish();
 }
 
@@ -351,15 +401,15 @@ idem_dead_letter_put(const char *server, const IdemMessage *m,
 
 /* How far a server has got; false if it has never been anywhere. */
 bool
-idem_position_load(const char *server, IdemPosition *pos, int64 *id)
+idem_position_load(const char *server, int64 replay, IdemPosition *pos, int64 *id)
 {
 	static IdemStatement st = {
 		.sql = "SELECT id, tick_a, tick_b, phase, seq FROM idem.relay_position"
-		" WHERE server = $1 ORDER BY id DESC LIMIT 1",
-		.nargs = 1,
-		.types = {TEXTOID}
+		" WHERE server = $1 AND replay = $2 ORDER BY id DESC LIMIT 1",
+		.nargs = 2,
+		.types = {TEXTOID, INT8OID}
 	};
-	Datum		values[1] = {CStringGetTextDatum(server)};
+	Datum		values[2] = {CStringGetTextDatum(server), Int64GetDatum(replay)};
 	bool		found;
 	bool		isnull;
 
@@ -381,15 +431,16 @@ idem_position_load(const char *server, IdemPosition *pos, int64 *id)
 }
 
 void
-idem_position_record(const char *server, const IdemPosition *pos, int64 id)
+idem_position_record(const char *server, int64 replay, const IdemPosition *pos,
+					 int64 id)
 {
 	static IdemStatement st = {
-		.sql = "INSERT INTO idem.relay_position (server, id, tick_a, tick_b, phase, seq, at)"
-		" VALUES ($1, $2, $3, $4, $5, $6, pg_catalog.clock_timestamp())",
-		.nargs = 6,
-		.types = {TEXTOID, INT8OID, INT8OID, INT8OID, INT2OID, INT8OID}
+		.sql = "INSERT INTO idem.relay_position (server, id, tick_a, tick_b, phase, seq, replay, at)"
+		" VALUES ($1, $2, $3, $4, $5, $6, $7, pg_catalog.clock_timestamp())",
+		.nargs = 7,
+		.types = {TEXTOID, INT8OID, INT8OID, INT8OID, INT2OID, INT8OID, INT8OID}
 	};
-	Datum		values[6];
+	Datum		values[7];
 
 	values[0] = CStringGetTextDatum(server);
 	values[1] = Int64GetDatum(id);
@@ -397,6 +448,7 @@ idem_position_record(const char *server, const IdemPosition *pos, int64 id)
 	values[3] = Int64GetDatum(pos->b);
 	values[4] = Int16GetDatum(pos->phase);
 	values[5] = Int64GetDatum(pos->seq);
+	values[6] = Int64GetDatum(replay);
 	SPI_connect();
 	idem_statement_run(&st, values, NULL);
 	SPI_finish();

@@ -36,6 +36,8 @@ extern void idem_parked_put(const char *server, const IdemMessage *m,
 							const IdemParked *parked, uint32 code,
 							const char *error);
 extern void idem_parked_remove(const char *server, const IdemParked *parked);
+extern bool idem_parked_exists(const char *server, int64 seq, int64 route);
+extern void idem_parked_promote(const char *server);
 extern List *idem_parked_due(const char *server, int max);
 extern List *idem_parked_keys(const char *server);
 extern TimestampTz idem_parked_next_due(const char *server);
@@ -45,9 +47,10 @@ extern void idem_dead_letter_put(const char *server, const IdemMessage *m,
 extern IdemMessage *idem_kept_message(int64 seq);
 extern void idem_answer_put(const char *server, const IdemParked *parked,
 							uint32 code, const char *answer);
-extern bool idem_position_load(const char *server, IdemPosition *pos, int64 *id);
-extern void idem_position_record(const char *server, const IdemPosition *pos,
-								 int64 id);
+extern bool idem_position_load(const char *server, int64 replay, IdemPosition *pos,
+							   int64 *id);
+extern void idem_position_record(const char *server, int64 replay,
+								 const IdemPosition *pos, int64 id);
 extern int64 idem_position_start(int64 first_seq);
 
 #endif							/* IDEM_PARKED_H */

@@ -239,13 +239,13 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 {
 	IdemDelivery *d = find_delivery(server->name);
 	MemoryContext old_context;
+	MemoryContext old;
 	bool		other = false;
 	ListCell   *lc;
 
 	if (d == NULL)
 	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
+		old = MemoryContextSwitchTo(TopMemoryContext);
 		d = idem_delivery_create(server->name);
 		deliveries = lappend(deliveries, d);
 		MemoryContextSwitchTo(old);
@@ -263,16 +263,19 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 
 		if (strcmp(route->server, server->name) == 0)
 		{
-			MemoryContext old = MemoryContextSwitchTo(context);
-
+			old = MemoryContextSwitchTo(context);
 			d->routes = lappend(d->routes, route);
 			MemoryContextSwitchTo(old);
 		}
 	}
+	old = MemoryContextSwitchTo(context);
+	idem_delivery_set_replays(d, idem_replays_load(server->name));
+	MemoryContextSwitchTo(old);
 	if (old_context != NULL)
 		MemoryContextDelete(old_context);
 	if (other)
 		idem_delivery_hang_up(d);
+	idem_delivery_recount(d);
 	if (asked)
 		d->next_due = 0;		/* somebody may have parked something */
 
@@ -529,6 +532,12 @@ feed(IdemDelivery *d, bool *hungry)
 		commit();
 		fed |= d->nretries > 0;
 	}
+	if (idem_delivery_wants(d) && d->replays != NIL)
+	{
+		begin_reading("reading for a replay");
+		fed |= idem_delivery_read_replay(d);
+		commit();
+	}
 	if (!idem_delivery_wants(d))
 		return fed;
 	if (d->reader.b == NULL && d->reader.pos.b == 0 &&
@@ -740,7 +749,7 @@ serve(IdemDatabase *db)
 		{
 			read_orders(asked);
 			idem_worker_succeeded(db, IDEM_WORKER_RELAY);
-			idem_segment_tend(deliveries);
+			idem_segment_tend(deliveries, newest);
 		}
 		if (!turn())
 			wait_for_something(sleep_time());

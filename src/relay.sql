@@ -363,7 +363,7 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 			   m.seq, m.enqueued_at,
 			   coalesce(p.code, d.code, s.code), s.answer
 		FROM idem.route r
-			 LEFT JOIN LATERAL (SELECT * FROM idem.relay_position n WHERE n.server = r.server
+			 LEFT JOIN LATERAL (SELECT * FROM idem.relay_position n WHERE n.server = r.server AND n.replay = 0
 								ORDER BY n.id DESC LIMIT 1) l ON true
 			 LEFT JOIN idem.outbox_tick t ON t.id = l.tick_a
 			 LEFT JOIN idem.relay_parked p ON p.server = r.server AND p.seq = m.seq AND p.route = r.id

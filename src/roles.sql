@@ -45,13 +45,15 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.relay_worker(),
 			idem.relay_stat(),
 			idem.relay_whereabouts(),
+			idem.outbox_replay(text, timestamptz, timestamptz),
+			idem.outbox_replay_cancel(bigint),
 			idem.relay_settle(text, uuid, boolean),
 			idem.dead_letter_redrive(bigint[], boolean),
 			idem.dead_letter_discard(bigint[], text)
 			TO idem_operator;
 		GRANT SELECT ON
 			idem.outbox, idem.outbox_seq, idem.outbox_tick, idem.relay_position, idem.relay_parked,
-			idem.relay_kept, idem.relay_answer, idem.relay_paused, idem.relay_identity, idem.relay_status, idem.dead_letter, idem.stat_outbox
+			idem.relay_kept, idem.relay_replay, idem.relay_answer, idem.relay_paused, idem.relay_identity, idem.relay_status, idem.dead_letter, idem.stat_outbox
 			TO idem_operator;
 		GRANT EXECUTE ON FUNCTION
 			idem.consumer_create(text, interval),

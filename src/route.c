@@ -149,6 +149,8 @@ idem_routes_load(void)
 		route->first_seq = DatumGetInt64(values[Anum_route_first_seq - 1]);
 		route->last_seq = isnull[Anum_route_last_seq - 1] ? PG_INT64_MAX :
 			DatumGetInt64(values[Anum_route_last_seq - 1]);
+		route->since = isnull[Anum_route_since - 1] ? DT_NOBEGIN :
+			DatumGetTimestampTz(values[Anum_route_since - 1]);
 		routes = lappend(routes, route);
 	}
 	systable_endscan(scan);
@@ -324,37 +326,67 @@ check_usage(Oid server, const char *name)
 		aclcheck_error(ACLCHECK_NO_PRIV, OBJECT_FOREIGN_SERVER, name);
 }
 
+/*
+ * Does a new route begin in the past?  *since is DT_NOBEGIN if it does not
+ * depend on when a message was enqueued.
+ */
+static bool
+starts_in_past(const char *start, TimestampTz *since)
+{
+	*since = DT_NOBEGIN;
+	if (strcmp(start, "now") == 0 || strcmp(start, "oldest") == 0)
+		return start[0] == 'o';
+	*since = DatumGetTimestampTz(DirectFunctionCall3(timestamptz_in,
+													 CStringGetDatum(start),
+													 ObjectIdGetDatum(InvalidOid),
+													 Int32GetDatum(-1)));
+	if (TIMESTAMP_NOT_FINITE(*since))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("invalid start_from \"%s\"", start),
+				 errhint("It must be \"now\", \"oldest\" or a time.")));
+	return *since <= GetCurrentTimestamp();
+}
+
 /* route_add(pattern, server, destination, start_from) */
 Datum
 idem_route_add(PG_FUNCTION_ARGS)
 {
 	static IdemStatement insert = {
-		.sql = "INSERT INTO idem.route (pattern, server, destination, first_seq)"
-		" VALUES ($1, $2, $3, $4)"
+		.sql = "INSERT INTO idem.route (pattern, server, destination, first_seq, since)"
+		" VALUES ($1, $2, $3, $4, $5)"
 		" ON CONFLICT (pattern, server, destination) WHERE last_seq IS NULL DO NOTHING"
 		" RETURNING id",
-		.nargs = 4,
-		.types = {TEXTOID, TEXTOID, TEXTOID, INT8OID}
+		.nargs = 5,
+		.types = {TEXTOID, TEXTOID, TEXTOID, INT8OID, TIMESTAMPTZOID}
+	};
+	/* The relay knows what of the past it has read already. */
+	static IdemStatement replay = {
+		.sql = "INSERT INTO idem.relay_replay (server, route, from_seq) VALUES ($1, $2, $3)",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	static IdemStatement seq_at = {
+		.sql = "SELECT idem.outbox_seq_at($1)",
+		.nargs = 1,
+		.types = {TIMESTAMPTZOID}
 	};
 	text	   *pattern = idem_name_arg(fcinfo, 0, "pattern");
 	char	   *server = text_to_cstring(idem_name_arg(fcinfo, 1, "name of the server"));
 	char	   *destination = destination_arg(fcinfo, 2);
 	char	   *start;
-	bool		oldest;
+	TimestampTz since;
+	bool		past;
 	Oid			oid;
-	Datum		values[4];
+	Datum		values[5];
+	char		nulls[] = "     ";
 	Caller		caller;
 	int64		id;
 
 	check_printable(text_to_cstring(pattern), "pattern");
 	idem_require(fcinfo, 3, "start_from");
 	start = text_to_cstring(PG_GETARG_TEXT_PP(3));
-	oldest = strcmp(start, "oldest") == 0;
-	if (!oldest && strcmp(start, "now") != 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("invalid start_from \"%s\"", start),
-				 errhint("It must be \"now\" or \"oldest\".")));
+	past = starts_in_past(start, &since);
 	PreventCommandIfReadOnly("route_add()");
 
 	oid = lock_server(server, AccessShareLock);
@@ -363,16 +395,31 @@ idem_route_add(PG_FUNCTION_ARGS)
 	check_usage(oid, server);
 
 	become_owner(&caller);
+	if (past)
+	{
+		values[0] = TimestampTzGetDatum(since);
+		(void) idem_statement_run(&seq_at, values, NULL);
+	}
+	values[3] = Int64GetDatum(past ? result_int64(1) : newest_seq() + 1);
 	values[0] = PointerGetDatum(pattern);
 	values[1] = CStringGetTextDatum(server);
 	values[2] = CStringGetTextDatum(destination);
-	values[3] = Int64GetDatum(oldest ? 0 : newest_seq() + 1);
-	if (idem_statement_run(&insert, values, NULL) == 0)
+	values[4] = TimestampTzGetDatum(since);
+	if (since == DT_NOBEGIN)
+		nulls[4] = 'n';
+	if (idem_statement_run(&insert, values, nulls) == 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_DUPLICATE_OBJECT),
 				 errmsg("route from \"%s\" to \"%s\" on server \"%s\" already exists",
 						text_to_cstring(pattern), destination, server)));
 	id = result_int64(1);
+	if (past)
+	{
+		values[0] = values[1];
+		values[1] = Int64GetDatum(id);
+		values[2] = values[3];
+		(void) idem_statement_run(&replay, values, NULL);
+	}
 	become_caller(&caller);
 	idem_wake_orders();
 	PG_RETURN_INT64(id);
@@ -388,7 +435,9 @@ idem_route_drop(PG_FUNCTION_ARGS)
 		.types = {INT8OID, INT8OID}
 	};
 	static IdemStatement delete = {
-		.sql = "DELETE FROM idem.route WHERE id = $1",
+		.sql = "WITH replay AS (UPDATE idem.relay_replay SET finished_at = pg_catalog.now()"
+		" WHERE route = $1 AND finished_at IS NULL)"
+		" DELETE FROM idem.route WHERE id = $1",
 		.nargs = 1,
 		.types = {INT8OID}
 	};
@@ -420,7 +469,8 @@ idem_route_drop(PG_FUNCTION_ARGS)
 
 	become_owner(&caller);
 	values[0] = Int64GetDatum(route->id);
-	if (PG_GETARG_BOOL(1))
+	/* there may be nothing that it could take */
+	if (PG_GETARG_BOOL(1) || newest_seq() < route->first_seq)
 		(void) idem_statement_run(&delete, values, NULL);
 	else if (route->last_seq == PG_INT64_MAX)
 	{
@@ -476,6 +526,8 @@ on_server_drop(const char *name, bool cascade)
 	static IdemStatement delete = {
 		.sql = "WITH route AS (DELETE FROM idem.route WHERE server = $1),"
 		" position AS (DELETE FROM idem.relay_position WHERE server = $1),"
+		" replay AS (DELETE FROM idem.relay_replay WHERE server = $1),"
+		" answer AS (DELETE FROM idem.relay_answer WHERE server = $1),"
 		" paused AS (DELETE FROM idem.relay_paused WHERE server = $1)"
 		" DELETE FROM idem.relay_parked WHERE server = $1",
 		.nargs = 1,
@@ -520,6 +572,8 @@ on_server_rename(const char *name, const char *to)
 	static IdemStatement update = {
 		.sql = "WITH route AS (UPDATE idem.route SET server = $2 WHERE server = $1),"
 		" position AS (UPDATE idem.relay_position SET server = $2 WHERE server = $1),"
+		" replay AS (UPDATE idem.relay_replay SET server = $2 WHERE server = $1),"
+		" answer AS (UPDATE idem.relay_answer SET server = $2 WHERE server = $1),"
 		" paused AS (UPDATE idem.relay_paused SET server = $2 WHERE server = $1),"
 		" dead AS (UPDATE idem.dead_letter SET name = $2 WHERE name = $1 AND origin = 'server')"
 		" UPDATE idem.relay_parked SET server = $2 WHERE server = $1",

@@ -10,6 +10,7 @@
 
 #include "nodes/nodes.h"
 #include "nodes/pg_list.h"
+#include "utils/timestamp.h"
 
 /* Columns, as in route.sql. */
 #define Anum_route_id			1
@@ -18,7 +19,8 @@
 #define Anum_route_destination	4
 #define Anum_route_first_seq	5
 #define Anum_route_last_seq		6
-#define Natts_route				7
+#define Anum_route_since		8
+#define Natts_route				8
 
 typedef struct IdemRoute
 {
@@ -28,6 +30,7 @@ typedef struct IdemRoute
 	char	   *destination;
 	int64		first_seq;
 	int64		last_seq;		/* PG_INT64_MAX: open */
+	TimestampTz since;			/* DT_NOBEGIN: whenever it was enqueued */
 } IdemRoute;
 
 extern List *idem_routes_load(void);

@@ -10,6 +10,7 @@ CREATE TABLE idem.route (
 	first_seq bigint NOT NULL,
 	last_seq bigint,
 	created_at timestamptz NOT NULL DEFAULT now(),
+	since timestamptz,
 	CONSTRAINT route_pkey PRIMARY KEY (id)
 ) USING heap;
 CREATE UNIQUE INDEX route_open ON idem.route (pattern, server, destination) WHERE last_seq IS NULL;
@@ -21,6 +22,8 @@ COMMENT ON COLUMN idem.route.destination IS
 	'where on the server; {topic} and {key} are replaced';
 COMMENT ON COLUMN idem.route.first_seq IS
 	'messages of the outbox before this one do not take the route';
+COMMENT ON COLUMN idem.route.since IS
+	'nor do messages that were enqueued before this; null: all do';
 COMMENT ON COLUMN idem.route.last_seq IS
 	'nor do messages after this one; null: the route is open';
 SELECT pg_catalog.pg_extension_config_dump('idem.route', '');
@@ -35,7 +38,7 @@ CREATE VIEW idem.routes AS
 		   CASE WHEN s.oid IS NULL THEN 'no server'
 				WHEN r.last_seq IS NULL THEN 'open'
 				ELSE 'closing' END AS state,
-		   r.first_seq, r.last_seq, r.created_at
+		   r.first_seq, r.last_seq, r.created_at, r.since
 	FROM idem.route r
 	LEFT JOIN (pg_catalog.pg_foreign_server s
 			   JOIN pg_catalog.pg_foreign_data_wrapper w ON w.oid = s.srvfdw AND w.fdwname = 'idem')

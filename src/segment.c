@@ -32,6 +32,7 @@
 #include "catalog.h"
 #include "delivery.h"
 #include "guc.h"
+#include "route.h"
 #include "segment.h"
 #include "statement.h"
 #include "wake.h"
@@ -104,6 +105,7 @@ all_have_passed(const Segment *segment, List *deliveries)
 	{
 		IdemDelivery *d = lfirst(lc);
 		IdemTick   *a;
+		ListCell   *lc2;
 
 		if (d->routes == NIL && !d->positioned)
 			continue;
@@ -112,6 +114,15 @@ all_have_passed(const Segment *segment, List *deliveries)
 		a = d->reader.a;
 		if (a->all ? segment->last_seq > a->seq_before : segment->last_xid >= a->xmin)
 			return false;
+		foreach(lc2, d->replays)
+		{
+			IdemReplay *replay = lfirst(lc2);
+			int64		from = d->replaying != NULL && d->replaying->orders.id == replay->id ?
+			d->replaying->done.seq : replay->from_seq;
+
+			if (segment->last_seq >= from)
+				return false;
+		}
 	}
 	return true;
 }
@@ -217,9 +228,9 @@ static void
 forget_old(List *deliveries)
 {
 	static IdemStatement positions = {
-		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND id < $2",
-		.nargs = 2,
-		.types = {TEXTOID, INT8OID}
+		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND replay = $3 AND id < $2",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
 	};
 	/* One tick a second stays, to find messages by time. */
 	static IdemStatement ticks = {
@@ -244,6 +255,7 @@ forget_old(List *deliveries)
 	int64		needed = PG_INT64_MAX;
 	Datum		values[3];
 	ListCell   *lc;
+	ListCell   *lc2;
 
 	StartTransactionCommand();
 	PushActiveSnapshot(GetTransactionSnapshot());
@@ -257,7 +269,21 @@ forget_old(List *deliveries)
 			needed = Min(needed, d->done.a);
 			values[0] = CStringGetTextDatum(d->name);
 			values[1] = Int64GetDatum(d->position_id - 1);
+			values[2] = Int64GetDatum(0);
 			idem_statement_run(&positions, values, NULL);
+			if (d->replaying != NULL)
+			{
+				values[1] = Int64GetDatum(d->replaying->position_id - 1);
+				values[2] = Int64GetDatum(d->replaying->orders.id);
+				idem_statement_run(&positions, values, NULL);
+			}
+			foreach(lc2, d->replays)
+			{
+				IdemReplay *replay = lfirst(lc2);
+
+				if (replay->tick != 0)
+					needed = Min(needed, replay->tick);
+			}
 		}
 		else if (d->routes != NIL)
 			needed = 0;
@@ -281,11 +307,62 @@ forget_old(List *deliveries)
 }
 
 /*
+ * Remove routes that were dropped, once nothing can come that they would take.
+ *
+ * That is so when no number was given out since the newest tick, all that had
+ * one have ended, and the server has got that far.
+ */
+static void
+remove_closed_routes(List *deliveries, IdemTick *newest)
+{
+	static IdemStatement st = {
+		.sql = "DELETE FROM idem.route r WHERE r.server = $1 AND r.last_seq <= $2"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.server = r.server AND p.route = r.id)"
+		" AND NOT EXISTS (SELECT FROM idem.relay_replay y WHERE y.server = r.server AND y.finished_at IS NULL)",
+		.nargs = 2,
+		.types = {TEXTOID, INT8OID}
+	};
+	bool		any = false;
+	Datum		values[2];
+	ListCell   *lc;
+	ListCell   *lc2;
+
+	foreach(lc, deliveries)
+	{
+		foreach(lc2, ((IdemDelivery *) lfirst(lc))->routes)
+			any |= ((IdemRoute *) lfirst(lc2))->last_seq != PG_INT64_MAX;
+	}
+	if (!any || newest == NULL)
+		return;
+
+	StartTransactionCommand();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	if (!idem_tick_is_due(newest) && newest->npending == 0)
+	{
+		SPI_connect();
+		foreach(lc, deliveries)
+		{
+			IdemDelivery *d = lfirst(lc);
+
+			if (!d->positioned || d->done.a != newest->id || d->done.b != 0 ||
+				d->nentries > 0 || d->nretries > 0 || idem_delivery_needs_record(d))
+				continue;
+			values[0] = CStringGetTextDatum(d->name);
+			values[1] = Int64GetDatum(newest->seq_before);
+			idem_statement_run(&st, values, NULL);
+		}
+		SPI_finish();
+	}
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+}
+
+/*
  * idem_segment_tend
  *		Housekeeping, now and then.  No transaction may be open.
  */
 void
-idem_segment_tend(List *deliveries)
+idem_segment_tend(List *deliveries, IdemTick *newest)
 {
 	pgstat_report_activity(STATE_RUNNING, "tending the outbox");
 	choose_current();
@@ -295,5 +372,6 @@ idem_segment_tend(List *deliveries)
 			empty_if_done(i, deliveries);
 	}
 	forget_old(deliveries);
+	remove_closed_routes(deliveries, newest);
 	pgstat_report_activity(STATE_IDLE, NULL);
 }

@@ -10,6 +10,8 @@
 
 #include "nodes/pg_list.h"
 
-extern void idem_segment_tend(List *deliveries);
+#include "log.h"
+
+extern void idem_segment_tend(List *deliveries, IdemTick *newest);
 
 #endif							/* IDEM_SEGMENT_H */

@@ -8,8 +8,8 @@ $$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
 	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
 	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
 	'dead_letter_discard', 'dead_letter_redrive', 'key_release', 'outbox_capture', 'outbox_enqueue',
-	'outbox_enqueue_batch', 'outbox_purge', 'outbox_status', 'relay_adopt', 'relay_check_server', 'relay_notice', 'relay_pause',
-	'relay_resume', 'relay_stat', 'relay_whereabouts', 'relay_worker', 'roles_create',
+	'outbox_enqueue_batch', 'outbox_purge', 'outbox_replay', 'outbox_replay_cancel', 'outbox_seq_at', 'outbox_status', 'relay_adopt', 'relay_check_server', 'relay_notice', 'relay_pause',
+	'relay_resume', 'relay_settle', 'relay_stat', 'relay_whereabouts', 'relay_worker', 'roles_create',
 	'route_add', 'route_destination', 'route_drop', 'route_matches',
 	'server_check', 'server_validator', 'stat_reset', 'stat_rows', 'version_advance',
 	'version_reset', 'worker_status'],
@@ -19,7 +19,7 @@ SELECT set_eq($$
 $$, ARRAY['consumer', 'inbox_consumer', 'inbox_consumer_id_seq', 'inbox_claim', 'inbox', 'key',
 	'version', 'outbox', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3', 'outbox_4', 'outbox_5',
 	'outbox_6', 'outbox_7', 'outbox_dedup', 'outbox_seq', 'outbox_tick', 'relay_position',
-	'relay_parked', 'relay_paused', 'relay_identity', 'relay_status', 'dead_letter',
+	'relay_parked', 'relay_kept', 'relay_answer', 'relay_replay', 'relay_replay_id_seq', 'relay_paused', 'relay_identity', 'relay_status', 'dead_letter',
 	'dead_letter_id_seq', 'route', 'route_id_seq', 'routes',
 	'stat_consumer', 'stat_key', 'stat_outbox', 'retention_status', 'stuck'],
 	'the tables and views are these');
@@ -40,7 +40,7 @@ $$, 'every table and view has a comment');
 
 SELECT is_empty($$
 	SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idem'::regnamespace
-	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset|route_add|route_drop|outbox_|relay_pause|relay_resume|relay_adopt|dead_letter_)' AND proname NOT IN ('consumer_changed', 'outbox_status')
+	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset|route_add|route_drop|outbox_|relay_pause|relay_resume|relay_settle|relay_adopt|dead_letter_)' AND proname NOT IN ('consumer_changed', 'outbox_status', 'outbox_seq_at')
 	AND (provolatile <> 'v' OR proparallel <> 'u')
 $$, 'whatever changes something is volatile and parallel unsafe');
 SELECT is_empty($$
