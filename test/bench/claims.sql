@@ -1,7 +1,5 @@
 -- The contestants' tables and functions, in a database of their own.
 
-CREATE EXTENSION idem;
-
 -- What one writes without idem, at its shortest.
 CREATE TABLE bare (
 	consumer text,
