@@ -631,6 +631,7 @@ idem_delivery_recount(IdemDelivery *d)
 		!dlist_is_empty(&d->settled) || hash_get_num_entries(d->parked_keys) == 0)
 		return;
 	idem_parked_promote(d->name);
+	d->next_due = 0;
 	hash_seq_init(&seq, d->parked_keys);
 	while ((entry = hash_seq_search(&seq)) != NULL)
 		hash_search(d->parked_keys, &entry->hash, HASH_REMOVE, NULL);
@@ -696,11 +697,12 @@ idem_delivery_send(IdemDelivery *d)
 static void
 park_behind(IdemDelivery *d, DeliveryEntry *first)
 {
-	dlist_head *queues[] = {&d->entries, d->replaying ? &d->replaying->entries : NULL};
+	dlist_head *queues[] = {&d->retries, &d->entries,
+	d->replaying ? &d->replaying->entries : NULL};
 
 	if (first->key_hash == 0 || d->server->order == IDEM_ORDER_NONE)
 		return;
-	for (int i = 0; i < 2 && queues[i] != NULL; i++)
+	for (int i = 0; i < 3 && queues[i] != NULL; i++)
 	{
 		dlist_iter	iter;
 
@@ -850,8 +852,9 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 			break;
 
 		case IDEM_RETURNED:
+			/* What was parked is read anew when its turn has come. */
 			e->state = ENTRY_QUEUED;
-			if (!e->was_parked && key_is_parked(d, e->key_hash))
+			if (e->was_parked || key_is_parked(d, e->key_hash))
 				park(d, e, IDEM_PARKED_BEHIND, 0);
 			break;
 	}

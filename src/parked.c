@@ -21,6 +21,9 @@
 #include "parked.h"
 #include "statement.h"
 
+/* So many are taken along with the one that they wait for. */
+#define MAX_BEHIND	100
+
 static const char *const state_names[] = {
 	[IDEM_PARKED_RETRY] = "retry",
 	[IDEM_PARKED_BEHIND] = "behind",
@@ -47,6 +50,9 @@ set_text(Datum *values, char *nulls, int i, const char *utf8)
 /*
  * idem_parked_put
  *		Park a message, or change how one is parked.
+ *
+ * One that is to wait behind an earlier one of its key, which has gone
+ * meanwhile, does not wait.
  */
 void
 idem_parked_put(const char *server, const IdemMessage *m,
@@ -55,7 +61,12 @@ idem_parked_put(const char *server, const IdemMessage *m,
 	static IdemStatement st = {
 		.sql = "INSERT INTO idem.relay_parked AS p (server, seq, route, msg_id, key,"
 		" destination, state, attempts, due, parked_at, code, first_error, last_error)"
-		" VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, pg_catalog.clock_timestamp(), $10, $11, $11)"
+		" SELECT $1, $2, $3, $4, $5, $6, s.state, $8,"
+		" CASE WHEN s.state = $7 THEN $9 ELSE pg_catalog.clock_timestamp() END,"
+		" pg_catalog.clock_timestamp(), $10, $11, $11"
+		" FROM (SELECT CASE WHEN $7 = 'behind' AND NOT EXISTS (SELECT FROM idem.relay_parked b"
+		" WHERE b.server = $1 AND b.key = $5 AND b.state <> 'delayed'"
+		" AND (b.seq, b.route) < ($2, $3)) THEN 'retry' ELSE $7 END) s(state)"
 		" ON CONFLICT (server, seq, route) DO UPDATE SET"
 		" state = CASE WHEN excluded.state = 'behind' AND p.state <> 'delayed' THEN p.state ELSE excluded.state END,"
 		" due = CASE WHEN excluded.state = 'behind' AND p.state <> 'delayed' THEN p.due ELSE excluded.due END,"
@@ -191,32 +202,17 @@ state_of(const char *name)
 	elog(ERROR, "\"%s\" is no state of a parked message", name);
 }
 
-/*
- * idem_parked_due
- *		Parked messages whose time has come, a list of IdemParked.
- */
-List *
-idem_parked_due(const char *server, int max)
+#define PARKED_COLUMNS "p.seq, p.route, p.key, p.destination, p.state, p.attempts"
+
+/* Run a query for parked messages and add them to a list, in this context. */
+static List *
+add_parked(List *list, IdemStatement *st, Datum *values)
 {
-	static IdemStatement st = {
-		.sql = "SELECT p.seq, p.route, p.key, p.destination, p.state, p.attempts"
-		" FROM idem.relay_parked p WHERE p.server = $1 AND p.due <= $2"
-		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
-		" AND b.key = p.key AND b.seq < p.seq AND b.state <> 'delayed' AND p.state <> 'delayed')"
-		" ORDER BY p.due, p.seq LIMIT $3",
-		.nargs = 3,
-		.types = {TEXTOID, TIMESTAMPTZOID, INT4OID}
-	};
 	MemoryContext caller = CurrentMemoryContext;
-	List	   *result = NIL;
-	Datum		values[3];
 	uint64		n;
 
-	values[0] = CStringGetTextDatum(server);
-	values[1] = TimestampTzGetDatum(GetCurrentTimestamp());
-	values[2] = Int32GetDatum(max);
 	SPI_connect();
-	n = idem_statement_run(&st, values, NULL);
+	n = idem_statement_run(st, values, NULL);
 	for (uint64 i = 0; i < n; i++)
 	{
 		HeapTuple	row = SPI_tuptable->vals[i];
@@ -231,10 +227,66 @@ idem_parked_due(const char *server, int max)
 		parked->destination = column_utf8(row, desc, 4);
 		parked->state = state_of(SPI_getvalue(row, desc, 5));
 		parked->attempts = DatumGetInt32(SPI_getbinval(row, desc, 6, &isnull));
-		result = lappend(result, parked);
+		list = lappend(list, parked);
 		MemoryContextSwitchTo(old);
 	}
 	SPI_finish();
+	return list;
+}
+
+/*
+ * idem_parked_due
+ *		Parked messages whose time has come, a list of IdemParked.
+ *
+ * Those that wait directly behind one of them come, too, after it.  They are
+ * not due until it is settled, but if it is delivered, they can be as well.
+ */
+List *
+idem_parked_due(const char *server, int max)
+{
+	static IdemStatement due = {
+		.sql = "SELECT " PARKED_COLUMNS
+		" FROM idem.relay_parked p WHERE p.server = $1 AND p.due <= $2"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
+		" AND b.key = p.key AND (b.seq, b.route) < (p.seq, p.route)"
+		" AND b.state <> 'delayed' AND p.state <> 'delayed')"
+		" ORDER BY p.due, p.seq, p.route LIMIT $3",
+		.nargs = 3,
+		.types = {TEXTOID, TIMESTAMPTZOID, INT4OID}
+	};
+	static IdemStatement behind = {
+		.sql = "SELECT " PARKED_COLUMNS
+		" FROM idem.relay_parked p WHERE p.server = $1 AND p.key = $2"
+		" AND (p.seq, p.route) > ($3, $4) AND p.seq >= $3 AND p.state = 'behind'"
+		" ORDER BY p.seq, p.route LIMIT $5",
+		.nargs = 5,
+		.types = {TEXTOID, TEXTOID, INT8OID, INT8OID, INT4OID}
+	};
+	List	   *heads;
+	List	   *result = NIL;
+	Datum		values[5];
+	ListCell   *lc;
+
+	values[0] = CStringGetTextDatum(server);
+	values[1] = TimestampTzGetDatum(GetCurrentTimestamp());
+	values[2] = Int32GetDatum(max);
+	heads = add_parked(NIL, &due, values);
+	max -= list_length(heads);
+	foreach(lc, heads)
+	{
+		IdemParked *head = lfirst(lc);
+		int			before = list_length(result);
+
+		result = lappend(result, head);
+		if (max <= 0 || head->key == NULL || head->state != IDEM_PARKED_RETRY)
+			continue;
+		values[1] = text_datum(head->key);
+		values[2] = Int64GetDatum(head->seq);
+		values[3] = Int64GetDatum(head->route);
+		values[4] = Int32GetDatum(Min(max, MAX_BEHIND));
+		result = add_parked(result, &behind, values);
+		max -= list_length(result) - before - 1;
+	}
 	return result;
 }
 

@@ -6,7 +6,7 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
 use Idem;
-use IdemRelay;
+use FileCourier;
 
 my $node = cluster('replay', {}, "idem.site = 'here'", 'max_worker_processes = 20');
 install_courier($node);
@@ -102,6 +102,33 @@ $late->query_safe('COMMIT');
 await_bodies('until that has ended', 'fresh', 5, 8, 11, 12);
 await_sql('and then goes, too', "SELECT count(*) FROM idem.route WHERE id = $route", '0');
 $late->quit;
+
+# One that was to wait behind another, which arrived before that was written.
+sql(file_server('slow', ''));
+sql(q(ALTER SERVER slow OPTIONS (SET retry_min '700ms', SET retry_max '1s', SET max_attempts '100')));
+sql(q(SELECT idem.route_add('s', 'slow')));
+set_mode('slow', 'failing');
+sql(q(SELECT idem.outbox_enqueue('s', '"first"'::json, key => 'k')));
+await_sql('one is parked', q(SELECT state FROM idem.relay_parked WHERE server = 'slow'), 'retry');
+set_mode('slow', 'silent');
+sql(q(SELECT idem.outbox_enqueue('s', '"silent"'::json)));
+sql(q(SELECT idem.outbox_enqueue('s', '"second"'::json, key => 'k')));
+await('it arrives', sub { grep { $_ eq '"first"' } bodies('slow') });
+await_sql('and is forgotten', q(SELECT count(*) FROM idem.relay_parked WHERE server = 'slow'), '0');
+set_mode('slow', 'up');
+kill 'KILL', sql(q(SELECT courier FROM idem.relay_status WHERE server = 'slow'));
+await_bodies('then the next one arrives, too', 'slow', '"first"', '"silent"', '"second"');
+
+# A key with many messages behind a failed one catches up, in order.
+truncate_file('slow');
+set_mode('slow', 'failing');
+sql(q(SELECT idem.outbox_enqueue('s', '0'::json, key => 'k')));
+await_sql('one is parked', q(SELECT count(*) FROM idem.relay_parked WHERE server = 'slow'), '1');
+sql(q(SELECT idem.outbox_enqueue('s', to_json(i), key => 'k') FROM generate_series(1, 500) i));
+await_sql('all are parked behind it', q(SELECT count(*) FROM idem.relay_parked WHERE server = 'slow'), '501');
+set_mode('slow', 'up');
+await_bodies('they arrive in order', 'slow', 0 .. 500);
+await_sql('and nothing stays parked', q(SELECT count(*) FROM idem.relay_parked WHERE server = 'slow'), '0');
 
 # Unknown outcomes, held until somebody settles them.
 sql(file_server('hold', ''));

@@ -8,7 +8,7 @@ use PostgreSQL::Test::Utils;
 use Test::More;
 use Time::HiRes qw(usleep time);
 use Idem;
-use IdemRelay;
+use FileCourier;
 
 my $window = 50;
 my $node = cluster('faults', {}, "idem.site = 'here'", 'max_worker_processes = 20', 'restart_after_crash = on');
