@@ -54,6 +54,12 @@
 #define POLL_MS			1000
 #define ORDERS_MS		5000
 
+/*
+ * Looking at the log costs a flush of WAL, for which committers wait in line.
+ * So under load we look no more often than this; what is alone is seen at once.
+ */
+#define TICK_MS			10
+
 /* Positions are written at most so often, unless there is more to write. */
 #define RECORD_MS		10
 #define RECORD_RETRY_MS	1000
@@ -69,6 +75,8 @@ static IdemTick *newest = NULL;
 static MemoryContext tick_context;
 static bool orders_changed = true;
 static TimestampTz orders_read_at = 0;
+static TimestampTz ticked_at = 0;
+static bool tick_waits = false; /* there may be news; TICK_MS is not over */
 static TimestampTz recorded_at = 0;
 static TimestampTz record_again_at = 0; /* 0: recording works */
 static XLogRecPtr newest_lsn = InvalidXLogRecPtr;
@@ -378,6 +386,19 @@ take_tick(void)
 	commit();
 	newest_lsn = XactLastCommitEnd;
 	newest = tick;
+	ticked_at = GetCurrentTimestamp();
+}
+
+/* How long until we may look again; 0 if we may. */
+static long
+tick_pause(void)
+{
+	TimestampTz now = GetCurrentTimestamp();
+
+	/* a clock that was set back must not keep us waiting */
+	if (now < ticked_at)
+		return 0;
+	return TimestampDifferenceMilliseconds(now, TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
 }
 
 /* Have the standbys that this server waits for everything up to the tick? */
@@ -624,7 +645,9 @@ turn(void)
 		publish(d);
 	}
 
-	if (hungry && !busy)
+	/* While we pause, nobody needs to wake us. */
+	tick_waits = hungry && !busy && tick_pause() > 0;
+	if (hungry && !busy && !tick_waits)
 	{
 		bool		due;
 
@@ -647,7 +670,7 @@ static long
 sleep_time(void)
 {
 	TimestampTz now = GetCurrentTimestamp();
-	long		ms = POLL_MS;
+	long		ms = tick_waits ? tick_pause() : POLL_MS;
 	ListCell   *lc;
 
 	foreach(lc, deliveries)

@@ -133,7 +133,7 @@ outbox_repetition() {
 			measured outbox_behind "$1-$2" idem "$(awk "BEGIN { print $left / ($(bench_tps) * $(messages "$1")) * 1000 }")"
 			[ $(($(outbox_enqueued) - before)) -eq $(($(bench_count) * $(messages "$1"))) ] ||
 				die "$1, idem: messages lost"
-			sql -c "CALL drained('bin', (SELECT last_value FROM idem.outbox_seq))"
+			sql -c "CALL drained('bin', $(outbox_enqueued))"
 		done
 	done
 	for c in $order; do
