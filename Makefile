@@ -87,7 +87,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
-TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 130_server 140_http 150_relay 155_replay
+TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention 070_stat 080_worker 081_worker_limits 085_hostile 090_readme 110_courier 120_amqp 125_amqp_relay 130_server 140_http 150_relay 155_replay
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
