@@ -157,5 +157,6 @@ await_status('right password: goes on', 'login', 'state, sent', 'running|1');
 is(leaks($canary), '', 'the secret shows nowhere');
 unlike(slurp_file($node->logfile), qr/TRAP:|PANIC|terminated by signal/, 'nothing has crashed');
 $node->stop;
+$broker->kill9;
 $broker->stop;
 done_testing();
