@@ -71,7 +71,7 @@ SQL_PARTS = \
 
 DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 
-# Couriers: src/courier/NAME.c becomes idem-courier-NAME, and the schemes in
+# Couriers: src/courier/NAME.c and NAME_*.c become idem-courier-NAME; schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
 COURIERS = discard http amqp
@@ -89,8 +89,8 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
-	110_courier 120_amqp 130_server 140_http \
-	150_relay 155_replay 157_faults
+	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
+	150_relay 155_replay 157_faults 190_soak
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
@@ -178,12 +178,17 @@ couriers: $(COURIER_PROGRAMS)
 	@$(foreach c,$(filter-out $(COURIERS_BUILT),$(COURIERS)),$(if $(wildcard src/courier/$(c).c),\
 		echo "idem-courier-$(c) is left out: no $(courier_libs_$(c))";)):
 
-$(COURIER_BASE) $(COURIERS:%=src/courier/%.o): $(wildcard src/courier/*.h)
+$(COURIER_BASE) $(patsubst %.c,%.o,$(foreach c,$(COURIERS),$(wildcard src/courier/$(c).c src/courier/$(c)_*.c))): $(wildcard src/courier/*.h)
+
+# of a file, by its name: the courier that it belongs to
+courier_of = $(firstword $(subst _, ,$(1)))
+courier_objects = src/courier/$(1).o $(patsubst %.c,%.o,$(wildcard src/courier/$(1)_*.c))
 
 src/courier/%.o: src/courier/%.c
-	$(CC) $(COURIER_CFLAGS) $(if $(courier_libs_$*),$(shell pkg-config --cflags '$(courier_libs_$*)')) -c -o $@ $<
+	$(CC) $(COURIER_CFLAGS) $(if $(courier_libs_$(call courier_of,$*)),$(shell pkg-config --cflags '$(courier_libs_$(call courier_of,$*))')) -c -o $@ $<
 
-$(COURIER_PROGRAMS): idem-courier-%: src/courier/%.o $(COURIER_BASE)
+.SECONDEXPANSION:
+$(COURIER_PROGRAMS): idem-courier-%: $$(call courier_objects,$$*) $(COURIER_BASE)
 	$(CC) -pie $(COURIER_LDFLAGS) -o $@ $^ $(if $(courier_libs_$*),$(shell pkg-config --libs '$(courier_libs_$*)'))
 
 install-couriers: couriers
