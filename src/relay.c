@@ -9,9 +9,10 @@
  * open while anything is waited for.
  *
  * An error ends the worker, and the launcher starts it anew.  The exception
- * is writing down positions: if that fails (a full disk, a read-only server)
- * what has been acknowledged stays in memory, and nothing more is sent until
- * it works again, since else every restart would send the same things anew.
+ * is writing down positions, and ticks: if that fails (a full disk, a
+ * read-only server) what has been acknowledged stays in memory, and nothing
+ * more is sent until it works again, since else every restart would send the
+ * same things anew.
  *
  *-------------------------------------------------------------------------
  */
@@ -313,6 +314,7 @@ read_orders(bool asked)
 	List	   *gone = NIL;
 	ListCell   *lc;
 	char	   *away;
+	int64		known;
 	MemoryContext old;
 
 	begin_reading("reading servers and routes");
@@ -322,10 +324,14 @@ read_orders(bool asked)
 	if (away != NULL)
 		away = psprintf("this is a copy (%s); relay_adopt() makes it send", away);
 
+	known = newest != NULL ? newest->id : 0;
 	MemoryContextReset(tick_context);
 	old = MemoryContextSwitchTo(tick_context);
 	newest = idem_tick_newest();
 	MemoryContextSwitchTo(old);
+	/* One that somebody else has written is further on in the log than ours. */
+	if (newest == NULL || newest->id != known)
+		newest_lsn = InvalidXLogRecPtr;
 
 	servers = idem_servers_load();
 	foreach(lc, servers)
@@ -369,24 +375,61 @@ read_orders(bool asked)
 	commit();
 }
 
-/* Look at the log again, durably. */
+/*
+ * Get over an error while writing: what we know must not get lost.  Caller has
+ * caught it.
+ */
 static void
+carry_on(MemoryContext context)
+{
+	MemoryContextSwitchTo(context);
+	HOLD_INTERRUPTS();
+	EmitErrorReport();
+	FlushErrorState();
+	AbortCurrentTransaction();
+	RESUME_INTERRUPTS();
+	MemoryContextSwitchTo(context);
+	pgstat_report_activity(STATE_IDLE, NULL);
+	record_again_at = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+												  RECORD_RETRY_MS);
+}
+
+/* Look at the log again, durably; false if that did not work. */
+static bool
 take_tick(void)
 {
-	IdemTick   *tick;
-	MemoryContext old;
+	MemoryContext caller = CurrentMemoryContext;
+	MemoryContext context = AllocSetContextCreate(TopMemoryContext, "idem newest tick",
+												  ALLOCSET_DEFAULT_SIZES);
+	IdemTick   *volatile tick = NULL;
 	int64		id = newest != NULL ? newest->id + 1 : 1;
 
-	begin("looking at the outbox");
-	MemoryContextReset(tick_context);
-	newest = NULL;
-	old = MemoryContextSwitchTo(tick_context);
-	tick = idem_tick_take(id);
-	MemoryContextSwitchTo(old);
-	commit();
-	newest_lsn = XactLastCommitEnd;
+	PG_TRY();
+	{
+		begin("looking at the outbox");
+		MemoryContextSwitchTo(context);
+		tick = idem_tick_take(id);
+		MemoryContextSwitchTo(caller);
+		commit();
+	}
+	PG_CATCH();
+	{
+		carry_on(caller);
+		tick = NULL;
+	}
+	PG_END_TRY();
+
+	if (tick == NULL)
+	{
+		MemoryContextDelete(context);
+		return false;
+	}
+	MemoryContextDelete(tick_context);
+	tick_context = context;
 	newest = tick;
+	newest_lsn = XactLastCommitEnd;
 	ticked_at = GetCurrentTimestamp();
+	return true;
 }
 
 /* How long until we may look again; 0 if we may. */
@@ -406,7 +449,7 @@ static bool
 gate_is_open(IdemDelivery *d)
 {
 	static IdemStatement st = {
-		.sql = "SELECT count(*) >= pg_catalog.cardinality($1) FROM pg_catalog.pg_stat_replication"
+		.sql = "SELECT count(DISTINCT application_name) >= pg_catalog.cardinality($1) FROM pg_catalog.pg_stat_replication"
 		" WHERE application_name = ANY ($1) AND flush_lsn >= $2",
 		.nargs = 2,
 		.types = {TEXTARRAYOID, PG_LSNOID}
@@ -458,7 +501,10 @@ record(void)
 	ListCell   *lc;
 
 	if (!acknowledged())
+	{
+		record_again_at = 0;
 		return true;
+	}
 
 	PG_TRY();
 	{
@@ -473,14 +519,7 @@ record(void)
 	}
 	PG_CATCH();
 	{
-		/* The one place that carries on: what we know must not get lost. */
-		MemoryContextSwitchTo(context);
-		HOLD_INTERRUPTS();
-		EmitErrorReport();
-		FlushErrorState();
-		AbortCurrentTransaction();
-		RESUME_INTERRUPTS();
-		pgstat_report_activity(STATE_IDLE, NULL);
+		carry_on(context);
 		ok = false;
 	}
 	PG_END_TRY();
@@ -488,8 +527,8 @@ record(void)
 	if (ok)
 		IDEM_FAULT("relay-recorded");
 	recorded_at = GetCurrentTimestamp();
-	record_again_at = ok ? 0 :
-		TimestampTzPlusMilliseconds(recorded_at, RECORD_RETRY_MS);
+	if (ok)
+		record_again_at = 0;
 	foreach(lc, deliveries)
 	{
 		if (ok && idem_delivery_needs_record(lfirst(lc)))
@@ -658,8 +697,7 @@ turn(void)
 		if (due)
 		{
 			idem_wake_awake();
-			take_tick();
-			busy = true;
+			busy = take_tick();
 		}
 	}
 	return busy;
@@ -686,6 +724,8 @@ sleep_time(void)
 					 TimestampDifferenceMilliseconds(now, record_again_at) : RECORD_MS);
 		if (d->server->gate == IDEM_GATE_STANDBY)
 			ms = Min(ms, 100);
+		if (record_again_at != 0)
+			ms = Min(ms, TimestampDifferenceMilliseconds(now, record_again_at));
 	}
 	return Max(ms, 1);
 }

@@ -24,8 +24,9 @@ use constant {
 	SESSIONS => 4,          # that write one order at a time
 	HOLDERS => 2,           # that write a few and leave the transaction open
 	HELD => 3,              # seconds, so long
-	CUSTOMERS => 40,
+	CUSTOMERS => 400,
 	CONNECTIONS => 8,
+	SINKS => 20,            # processes; some are slow, and some hold a connection that nobody uses
 	WINDOW => 100,          # messages under way at a time
 	TIMEOUT => 500,         # milliseconds the courier waits for an answer
 	DEADLINE => 100,        # seconds
@@ -212,7 +213,7 @@ sub sink
 
 sub start_sinks
 {
-	for (1 .. CONNECTIONS)
+	for (1 .. SINKS)
 	{
 		my $pid = fork // die "fork: $!\n";
 		if ($pid == 0)
@@ -361,7 +362,7 @@ sub kill_server
 	}
 	my $begin = time;
 	usleep(20_000) while time - $begin < 10 && grep { kill 0, $_ } $postmaster, @backends;
-	system('pg_ctl', '-D', $data, '-l', "$data.log", '-w', '-s', 'start') == 0 or die "the server does not start\n";
+	system("pg_ctl -D '$data' -l '$data.log' -w -s start >'$data.pg_ctl.log' 2>&1") == 0 or die "the server does not start\n";
 	$down = 0;
 	note(sprintf 'the server is back after %.1f s', time - $begin);
 	return;

@@ -45,7 +45,7 @@ sub start
 	{
 		open STDIN, '<', '/dev/null';
 		open STDOUT, '>', '/dev/null';
-		open STDERR, '>', $ENV{COURIER_STDERR} // '/dev/null';
+		open STDERR, '>>', $ENV{COURIER_STDERR} // '/dev/null';
 		if (fileno($theirs) == 3) { fcntl($theirs, F_SETFD, 0) }
 		else { POSIX::dup2(fileno($theirs), 3) }
 		{ no warnings; exec { $command[0] } @command; }

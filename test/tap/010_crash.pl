@@ -1,8 +1,6 @@
 # What a crash leaves: committed claims and nothing else, whoever was killed.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

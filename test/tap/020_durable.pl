@@ -6,8 +6,6 @@
 # reaches the disk only if somebody insists.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

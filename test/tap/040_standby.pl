@@ -1,8 +1,6 @@
 # A standby: it refuses claims, and takes over with all that was claimed.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

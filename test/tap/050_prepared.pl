@@ -1,8 +1,6 @@
 # Two-phase commit: a prepared transaction guards what it has claimed.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

@@ -1,8 +1,6 @@
 # Retention: what is too old goes, nothing else does, and nobody is held up.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

@@ -1,8 +1,6 @@
 # Counters: what is counted, for whom, how long; and life without them.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

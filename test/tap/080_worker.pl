@@ -2,8 +2,6 @@
 # happens to them, to the launcher, to the extension and to the database.
 use strict;
 use warnings;
-use FindBin;
-use lib $FindBin::RealBin;
 use IdemWorkers;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

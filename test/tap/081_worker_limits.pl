@@ -2,8 +2,6 @@
 # errors, settings, standbys, and no preloading at all.
 use strict;
 use warnings;
-use FindBin;
-use lib $FindBin::RealBin;
 use IdemWorkers;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;

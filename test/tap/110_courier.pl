@@ -3,7 +3,6 @@
 use strict;
 use warnings;
 use Digest::SHA qw(hmac_sha256_base64);
-use FindBin;
 use File::Temp;
 use IdemCourier;
 use MIME::Base64;

@@ -2,8 +2,6 @@
 # their server when it is renamed or dropped, and survive a dump.
 use strict;
 use warnings;
-use FindBin;
-use lib "$FindBin::RealBin/../lib";
 use Idem;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
