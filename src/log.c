@@ -43,6 +43,8 @@
 #include "statement.h"
 #include "wake.h"
 
+#define LAST_SEQ " COALESCE(pg_catalog.pg_sequence_last_value('idem.outbox_seq'), 0)"
+
 /* One of the index scans that are merged into a page. */
 typedef struct LogScan
 {
@@ -60,13 +62,18 @@ typedef struct LogPage
 	int			nscans;
 } LogPage;
 
-/* The last number that was given out; 0 if none was. */
+/*
+ * idem_log_last_seq
+ *		The last number that was given out; 0 if none was.
+ *
+ * Selecting from the sequence would not do: while nextval() writes WAL, the
+ * row holds a number that lies 32 ahead, and a query reads it unlocked.
+ */
 int64
 idem_log_last_seq(void)
 {
 	static IdemStatement st = {
-		.sql = "SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END"
-		" FROM idem.outbox_seq"
+		.sql = "SELECT " LAST_SEQ
 	};
 	bool		isnull;
 	int64		result;
@@ -223,8 +230,7 @@ idem_tick_take(int64 id)
 	static IdemStatement insert = {
 		.sql = "INSERT INTO idem.outbox_tick (" TICK_COLUMNS ")"
 		" SELECT $1, pg_catalog.pg_current_snapshot(), $2, $3,"
-		" CASE WHEN is_called THEN last_value ELSE last_value - 1 END, pg_catalog.clock_timestamp()"
-		" FROM idem.outbox_seq RETURNING " TICK_COLUMNS,
+		LAST_SEQ ", pg_catalog.clock_timestamp() RETURNING " TICK_COLUMNS,
 		.nargs = 3,
 		.types = {INT8OID, XID8OID, INT8OID}
 	};

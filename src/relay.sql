@@ -165,7 +165,8 @@ CREATE FUNCTION idem.relay_whereabouts(OUT system_identifier bigint, OUT databas
 COMMENT ON FUNCTION idem.relay_whereabouts() IS 'what relay_identity would say of this database';
 
 -- Everything in a restored log is committed, whatever its transaction ids say
--- here, so a tick that sees all of it ends the rounds of the old place.
+-- here, so a tick that sees all of it ends the rounds of the old place.  For
+-- that nobody may be writing, or have a number and not have committed.
 CREATE FUNCTION idem.relay_adopt() RETURNS void
 	LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 	AS $$
@@ -182,8 +183,10 @@ CREATE FUNCTION idem.relay_adopt() RETURNS void
 		END IF;
 		DELETE FROM idem.relay_identity;
 		INSERT INTO idem.relay_identity VALUES (here.system_identifier, here.database, here.site);
+		LOCK TABLE idem.outbox_0, idem.outbox_1, idem.outbox_2, idem.outbox_3,
+			idem.outbox_4, idem.outbox_5, idem.outbox_6, idem.outbox_7 IN SHARE MODE;
 		-- Numbers go on above every message that is here, wherever the sequence stood.
-		SELECT greatest(max(o.seq), (SELECT CASE WHEN s.is_called THEN s.last_value ELSE 0 END FROM idem.outbox_seq s))
+		SELECT greatest(max(o.seq), coalesce(pg_sequence_last_value('idem.outbox_seq'), 0))
 			INTO last FROM idem.outbox o;
 		IF last > 0 THEN
 			PERFORM setval('idem.outbox_seq', last);
@@ -218,15 +221,15 @@ CREATE VIEW idem.relay_status AS
 		   CASE WHEN w.state <> 'running' THEN w.state ELSE coalesce(r.state, 'starting') END AS state,
 		   CASE WHEN w.state <> 'running' THEN w.reason ELSE r.reason END AS reason,
 		   r.seq AS position,
-		   greatest(CASE WHEN q.is_called THEN q.last_value ELSE q.last_value - 1 END - r.seq, 0) + p.parked AS unsent_at_most,
-		   CASE WHEN r.seq < CASE WHEN q.is_called THEN q.last_value ELSE q.last_value - 1 END
+		   greatest(q.last_seq - r.seq, 0) + p.parked AS unsent_at_most,
+		   CASE WHEN r.seq < q.last_seq
 				THEN now() - coalesce(r.tick_at, now()) END AS oldest_unsent_at_most,
 		   p.parked, r.in_flight, r.sent, r.retried, r.unknown, r.dead,
 		   r.rate, r.p50_ms, r.p99_ms, r.last_sent_at, r.last_error, r.last_error_at, r.courier
 	FROM pg_catalog.pg_foreign_server v
 		 JOIN pg_catalog.pg_foreign_data_wrapper f ON f.oid = v.srvfdw AND f.fdwname = 'idem'
 		 CROSS JOIN idem.relay_worker() w
-		 CROSS JOIN idem.outbox_seq q
+		 CROSS JOIN (SELECT coalesce(pg_sequence_last_value('idem.outbox_seq'), 0)) q (last_seq)
 		 LEFT JOIN idem.relay_stat() r ON r.server = v.srvname
 		 CROSS JOIN LATERAL (SELECT count(*) AS parked FROM idem.relay_parked k WHERE k.server = v.srvname) p;
 COMMENT ON VIEW idem.relay_status IS

@@ -41,6 +41,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "input.h"
+#include "log.h"
 #include "route.h"
 #include "server.h"
 #include "statement.h"
@@ -97,18 +98,6 @@ result_int64(int column)
 
 	return DatumGetInt64(SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc,
 									   column, &isnull));
-}
-
-/* The highest sequence number that was given to a message; 0 if none was. */
-static int64
-newest_seq(void)
-{
-	static IdemStatement select = {
-		.sql = "SELECT last_value - CASE WHEN is_called THEN 0 ELSE 1 END FROM idem.outbox_seq"
-	};
-
-	(void) idem_statement_run(&select, NULL, NULL);
-	return result_int64(1);
 }
 
 static int
@@ -400,7 +389,7 @@ idem_route_add(PG_FUNCTION_ARGS)
 		values[0] = TimestampTzGetDatum(since);
 		(void) idem_statement_run(&seq_at, values, NULL);
 	}
-	values[3] = Int64GetDatum(past ? result_int64(1) : newest_seq() + 1);
+	values[3] = Int64GetDatum(past ? result_int64(1) : idem_log_last_seq() + 1);
 	values[0] = PointerGetDatum(pattern);
 	values[1] = CStringGetTextDatum(server);
 	values[2] = CStringGetTextDatum(destination);
@@ -470,11 +459,11 @@ idem_route_drop(PG_FUNCTION_ARGS)
 	become_owner(&caller);
 	values[0] = Int64GetDatum(route->id);
 	/* there may be nothing that it could take */
-	if (PG_GETARG_BOOL(1) || newest_seq() < route->first_seq)
+	if (PG_GETARG_BOOL(1) || idem_log_last_seq() < route->first_seq)
 		(void) idem_statement_run(&delete, values, NULL);
 	else if (route->last_seq == PG_INT64_MAX)
 	{
-		values[1] = Int64GetDatum(newest_seq());
+		values[1] = Int64GetDatum(idem_log_last_seq());
 		(void) idem_statement_run(&close, values, NULL);
 	}
 	become_caller(&caller);

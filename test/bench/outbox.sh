@@ -113,7 +113,7 @@ outbox_empty() {
 	sql -c CHECKPOINT
 }
 
-outbox_enqueued() { sql -c "SELECT last_value FROM idem.outbox_seq"; }
+outbox_enqueued() { sql -c "SELECT pg_sequence_last_value('idem.outbox_seq')"; }
 
 # outbox_repetition WORKLOAD COMMIT NUMBER
 outbox_repetition() {

@@ -260,8 +260,14 @@ $node->restart;
 await_sql('a copy at another site holds', q(SELECT state, reason ~ 'relay_adopt' FROM idem.relay_status), 'holding|t');
 truncate_file();
 sql(q(SELECT idem.outbox_enqueue('orders.a', '"adopted"'::json)));
-sql(q(SELECT idem.relay_adopt()));
-await('until it is adopted', sub { grep { $_ eq '"adopted"' } bodies() });
+my $writer = session($node);
+$writer->query_safe(q(BEGIN; SELECT idem.outbox_enqueue('orders.a', '"while adopting"'::json)));
+my $adopter = session($node);
+$adopter->query_until(qr//, "SELECT idem.relay_adopt();\n");
+await_sql('adopting waits for those who write', q(SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'ShareLock' AND relation::regclass::text ~ '^idem.outbox_'), '1');
+$writer->query_safe('COMMIT');
+leave($_) for $writer, $adopter;
+await('until it is adopted', sub { 2 == grep { /adopt/ } bodies() });
 is(scalar(grep { $_ eq '"adopted"' } bodies()), 1, 'once');
 
 # Rename and drop.
@@ -271,6 +277,14 @@ await('a renamed server goes on', sub { grep { $_ eq '"renamed"' } bodies() });
 is(scalar(grep { $_ eq '"adopted"' } bodies()), 1, 'and repeats nothing');
 sql(q(DROP SERVER coach CASCADE));
 is(sql(q(SELECT count(*) FROM idem.relay_position)), '0', 'a dropped one leaves nothing');
+
+# Many short transactions, each with a number close to that of a tick.
+sql(q(CREATE SERVER bin FOREIGN DATA WRAPPER idem OPTIONS (url 'discard://')));
+sql(q(SELECT idem.route_add('many.**', 'bin')));
+$node->pgbench('-n -T 8 -c 8 -j 2', 0, [qr{processed}], [qr{^$}], 'many sessions',
+	{ '150_many' => q(SET synchronous_commit = off; SELECT idem.outbox_enqueue('many.x', '1'::json);) });
+my $many = sql(q(SELECT count(*) FROM idem.outbox WHERE topic = 'many.x'));
+await_sql('none of many is passed over', q(SELECT sent FROM idem.relay_status WHERE server = 'bin'), $many);
 
 $late->quit;
 $dump->quit;
