@@ -62,7 +62,7 @@ for my $name (split /\n/, $node->safe_psql('postgres', q{
 	like($readme, qr/`$name\(/, "describes function $name") unless $internal{$name};
 }
 like($readme, qr/`$_`/, "describes setting $_")
-  for split /\n/, $node->safe_psql('postgres', q{SELECT name FROM pg_settings WHERE name LIKE 'idem.%' ORDER BY 1});
+  for split /\n/, $node->safe_psql('postgres', q{SELECT name FROM pg_settings WHERE name LIKE 'idem.%' AND name <> 'idem.fault' ORDER BY 1});
 like($readme, qr/`$_`/, "describes view $_")
   for split /\n/, $node->safe_psql('postgres', q{SELECT viewname FROM pg_views WHERE schemaname = 'idem' ORDER BY 1});
 for my $label (split /\n/, $node->safe_psql('postgres', q{

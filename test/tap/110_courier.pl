@@ -4,6 +4,7 @@ use strict;
 use warnings;
 use Digest::SHA qw(hmac_sha256_base64);
 use File::Temp;
+use FindBin;
 use IdemCourier;
 use MIME::Base64;
 use POSIX ();
