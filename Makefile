@@ -31,6 +31,7 @@ OBJS = \
 	src/key.o \
 	src/version.o \
 	src/digest.o \
+	src/payload.o \
 	src/outbox.o \
 	src/secret.o \
 	src/server.o \
