@@ -270,3 +270,27 @@ idem_payload_body(Datum payload, Oid type, text **content_type)
 		*content_type = NULL;
 	return body;
 }
+
+/* The trace context in the headers of a message, or NULL. */
+char *
+idem_payload_trace_of(const char *headers)
+{
+	Jsonb	   *jb = DatumGetJsonbP(DirectFunctionCall1(jsonb_in, CStringGetDatum(headers)));
+	JsonbIterator *it = JsonbIteratorInit(&jb->root);
+	JsonbIteratorToken token;
+	JsonbValue	v;
+	bool		found = false;
+
+	while ((token = JsonbIteratorNext(&it, &v, true)) != WJB_DONE)
+	{
+		if (token == WJB_KEY)
+			found = pg_strncasecmp(v.val.string.val, "traceparent", Max(v.val.string.len, 11)) == 0;
+		else if (token == WJB_VALUE && found && v.type == jbvString)
+		{
+			char	   *trace = pnstrdup(v.val.string.val, v.val.string.len);
+
+			return idem_guc_is_traceparent(trace) ? trace : NULL;
+		}
+	}
+	return NULL;
+}

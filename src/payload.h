@@ -20,6 +20,7 @@ extern void idem_check_printable(const char *s, int len, const char *what, bool 
 extern text *idem_topic_arg(FunctionCallInfo fcinfo, int arg);
 extern void idem_check_key(text *key);
 extern void idem_check_content_type(text *type);
+extern char *idem_payload_trace_of(const char *headers);
 extern text *idem_payload_headers(Jsonb *headers);
 extern bytea *idem_payload_body(Datum payload, Oid type, text **content_type);
 

@@ -36,12 +36,15 @@
 #include "utils/syscache.h"
 
 #include "catalog.h"
+#include "declared.h"
 #include "guc.h"
 #include "input.h"
 #include "outbox.h"
 #include "retention.h"
 #include "statement.h"
 #include "sweep.h"
+#include "take.h"
+#include "work.h"
 #include "worker.h"
 
 /* Keys are larger than claims, so there are fewer of them in a batch. */
@@ -354,6 +357,59 @@ database_has_extension(void)
 	return result;
 }
 
+/* Does any consumer have a handler? */
+static bool
+has_handlers(void)
+{
+	bool		result = false;
+	ListCell   *lc;
+
+	start_transaction("looking for handlers");
+	foreach(lc, idem_declared_all())
+		result |= ((IdemDeclared *) lfirst(lc))->handler != NULL;
+	end_transaction();
+	return result;
+}
+
+/* Count attempts at messages that ended with their transaction. */
+static void
+record_lost(void)
+{
+	bool		more = true;
+
+	while (more && start_batch("counting attempts"))
+	{
+		more = idem_work_record_lost();
+		end_transaction();
+	}
+}
+
+/*
+ * What waits for nothing goes on, and outcomes go with the claims that they
+ * belong to; false if we are to stop.
+ */
+static bool
+tend_work(IdemDatabase *db)
+{
+	static IdemStatement outcomes = {
+		.sql = "DELETE FROM idem.inbox_outcome o WHERE o.ctid = ANY (ARRAY("
+		"SELECT p.ctid FROM idem.inbox_outcome p WHERE p.at < pg_catalog.now() - $1 * interval '1 second'"
+		" AND NOT EXISTS (SELECT FROM idem.inbox_claim c WHERE c.key = p.claim) LIMIT 1000))",
+		.nargs = 1,
+		.types = {INT4OID}
+	};
+	Datum		values[1] = {Int32GetDatum(Min(idem_inbox_retention, 60))};
+
+	if (!start_batch("tending what waits for consumers"))
+		return false;
+	idem_take_promote();
+	SPI_connect();
+	idem_statement_run(&outcomes, values, NULL);
+	SPI_finish();
+	end_transaction();
+	return rest(db, idem_maintenance_delay);
+}
+
 /* One run over everything; false if we are to stop. */
 static bool
 run(IdemDatabase *db, IdemSweep *sweep)
@@ -361,12 +417,12 @@ run(IdemDatabase *db, IdemSweep *sweep)
 	bool		installed = database_has_extension();
 	bool		go_on = true;
 
-	idem_worker_found(db, installed);
+	idem_worker_found(db, installed, installed && has_handlers());
 	if (!installed)
 		return false;
 
 	if (idem_maintenance)
-		go_on = purge_claims(db, sweep) && purge_keys(db) && purge_outbox(db);
+		go_on = purge_claims(db, sweep) && purge_keys(db) && purge_outbox(db) && tend_work(db);
 	if (go_on)
 		idem_worker_succeeded(db, IDEM_WORKER_MAINTENANCE);
 	return go_on;
@@ -408,8 +464,18 @@ idem_maintenance_main(Datum arg)
 
 	while (run_and_tell(db, &sweep))
 	{
-		if (!rest(db, idem_maintenance_naptime * 1000L))
-			break;
+		TimestampTz wake = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+													   idem_maintenance_naptime * 1000L);
+		long		ms;
+
+		/* Somebody may wake us because an attempt was lost. */
+		do
+		{
+			record_lost();
+			ms = TimestampDifferenceMilliseconds(GetCurrentTimestamp(), wake);
+			if (!rest(db, ms))
+				proc_exit(0);
+		} while (ms > 0);
 	}
 	proc_exit(0);
 }

@@ -277,11 +277,13 @@ check_usage(Oid server, const char *name)
 }
 
 /*
- * Does a new route begin in the past?  *since is DT_NOBEGIN if it does not
- * depend on when a message was enqueued.
+ * idem_route_starts_in_past
+ *		Does a new route, or subscription, begin in the past?
+ *
+ * *since is DT_NOBEGIN if it does not depend on when a message was enqueued.
  */
-static bool
-starts_in_past(const char *start, TimestampTz *since)
+bool
+idem_route_starts_in_past(const char *start, TimestampTz *since)
 {
 	*since = DT_NOBEGIN;
 	if (strcmp(start, "now") == 0 || strcmp(start, "oldest") == 0)
@@ -336,7 +338,7 @@ idem_route_add(PG_FUNCTION_ARGS)
 	check_printable(text_to_cstring(pattern), "pattern");
 	idem_require(fcinfo, 3, "start_from");
 	start = text_to_cstring(PG_GETARG_TEXT_PP(3));
-	past = starts_in_past(start, &since);
+	past = idem_route_starts_in_past(start, &since);
 	PreventCommandIfReadOnly("route_add()");
 
 	oid = lock_server(server, AccessShareLock);

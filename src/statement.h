@@ -10,7 +10,7 @@
 
 #include "executor/spi.h"
 
-#define IDEM_STATEMENT_MAX_ARGS 16
+#define IDEM_STATEMENT_MAX_ARGS 20
 
 typedef struct IdemStatement
 {

@@ -41,6 +41,14 @@ CREATE VIEW idem.stuck AS
 				THEN pg_catalog.format('SELECT idem.relay_settle(%L, %L, delivered => true); -- or false: it is sent again', p.server, p.msg_id) END
 	FROM idem.relay_parked p WHERE p.state = 'held' OR (p.state = 'retry' AND p.attempts > 1)
 	UNION ALL
+	SELECT 'consumer', c.consumer, NULL, NULL, NULL, c.reason, NULL
+	FROM idem.consumer_status c
+	WHERE c.reason IS NOT NULL AND c.state NOT IN ('standby', 'held', 'starting', 'waiting')
+	UNION ALL
+	SELECT 'retrying', c.name, p.key, p.parked_at, p.attempts, p.last_error, NULL
+	FROM idem.inbox_parked p JOIN idem.consumer c ON c.id = p.consumer
+	WHERE p.state IN ('retry', 'running') AND p.attempts > 1
+	UNION ALL
 	SELECT 'dead letter', d.name, d.key, d.dead_at, d.attempts, d.reason,
 		   pg_catalog.format('SELECT * FROM idem.dead_letter_redrive(ARRAY[%s]);', d.id)
 	FROM idem.dead_letter d WHERE d.state = 'dead';
