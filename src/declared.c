@@ -589,7 +589,8 @@ idem_consumer_alter(PG_FUNCTION_ARGS)
 		subscribe(consumer, "now", true);
 	idem_become_caller(&caller);
 	idem_wake_orders();
-	idem_wake_expect_handlers();
+	if (c->handler != NULL || !PG_ARGISNULL(1))
+		idem_wake_expect_handlers();
 	idem_backlog_added(c->id, IDEM_MARK_SEQ, PG_INT64_MAX - 1);
 	PG_RETURN_VOID();
 }

@@ -371,17 +371,20 @@ has_handlers(void)
 	return result;
 }
 
-/* Count attempts at messages that ended with their transaction. */
-static void
+/* Count attempts at messages that ended with their transaction; were there any? */
+static bool
 record_lost(void)
 {
 	bool		more = true;
+	int			n = 0;
 
 	while (more && start_batch("counting attempts"))
 	{
 		more = idem_work_record_lost();
+		n += more;
 		end_transaction();
 	}
+	return n > 0;
 }
 
 /*
@@ -466,16 +469,13 @@ idem_maintenance_main(Datum arg)
 	{
 		TimestampTz wake = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
 													   idem_maintenance_naptime * 1000L);
-		long		ms;
 
-		/* Somebody may wake us because an attempt was lost. */
+		/* Whoever wakes us only because of an attempt that was lost gets just that. */
 		do
 		{
-			record_lost();
-			ms = TimestampDifferenceMilliseconds(GetCurrentTimestamp(), wake);
-			if (!rest(db, ms))
+			if (!rest(db, TimestampDifferenceMilliseconds(GetCurrentTimestamp(), wake)))
 				proc_exit(0);
-		} while (ms > 0);
+		} while (record_lost());
 	}
 	proc_exit(0);
 }
