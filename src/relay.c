@@ -81,6 +81,8 @@ static bool tick_waits = false; /* there may be news; TICK_MS is not over */
 static TimestampTz recorded_at = 0;
 static TimestampTz record_again_at = 0; /* 0: recording works */
 static XLogRecPtr newest_lsn = InvalidXLogRecPtr;
+static bool marked = false;		/* it is known where this outbox is at home */
+static bool at_home = false;
 
 /*
  * relay_notice() returns void
@@ -150,7 +152,11 @@ on_servers_changed(Datum arg pg_attribute_unused(), int cache pg_attribute_unuse
 
 /*
  * Is this database the one to which the outbox belongs?  NULL, or what is
- * different.  The first relay that finds no mark leaves its own.
+ * different.
+ *
+ * We never leave the mark ourselves: while a dump is restored we may be there
+ * before its tables have their rows, and would take it for our own.  The mark
+ * comes with the first route; so routes without a mark are not ours, either.
  */
 static char *
 away_from_home(void)
@@ -159,20 +165,15 @@ away_from_home(void)
 		.sql = "SELECT pg_catalog.concat_ws(', ',"
 		" CASE WHEN i.system_identifier <> w.system_identifier THEN 'another cluster' END,"
 		" CASE WHEN i.database <> w.database THEN 'another database' END,"
-		" CASE WHEN i.site <> w.site THEN pg_catalog.format('idem.site was \"%s\"', i.site) END)"
-		" FROM idem.relay_identity i, idem.relay_whereabouts() w"
-	};
-	static IdemStatement mark = {
-		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
-		" SELECT * FROM idem.relay_whereabouts()"
+		" CASE WHEN i.site <> w.site THEN pg_catalog.format('idem.site was \"%s\"', i.site) END) AS difference"
+		" FROM idem.relay_identity i, idem.relay_whereabouts() w ORDER BY difference DESC LIMIT 1"
 	};
 	MemoryContext caller = CurrentMemoryContext;
 	char	   *difference = NULL;
 
 	SPI_connect();
-	if (idem_statement_run(&compare, NULL, NULL) == 0)
-		idem_statement_run(&mark, NULL, NULL);
-	else
+	marked = idem_statement_run(&compare, NULL, NULL) > 0;
+	if (marked)
 	{
 		char	   *s = SPI_getvalue(SPI_tuptable->vals[0],
 									 SPI_tuptable->tupdesc, 1);
@@ -181,6 +182,7 @@ away_from_home(void)
 			difference = MemoryContextStrdup(caller, s);
 	}
 	SPI_finish();
+	at_home = marked && difference == NULL;
 	return difference;
 }
 
@@ -289,6 +291,8 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 	if (asked)
 		d->next_due = 0;		/* somebody may have parked something */
 
+	if (away == NULL && !marked && d->routes != NIL)
+		away = "this is a copy, or a dump is being restored; relay_adopt() makes it send";
 	if (away != NULL)
 		idem_delivery_set_state(d, IDEM_SERVER_HOLDING, away);
 	else if (server->error != NULL)
@@ -444,38 +448,43 @@ tick_pause(void)
 	return TimestampDifferenceMilliseconds(now, TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
 }
 
-/* Have the standbys that this server waits for everything up to the tick? */
+/*
+ * Have the standbys that this server waits for everything up to the tick?
+ *
+ * One that was promoted need not wait for itself; its name is that under which
+ * it has connected as a standby, unless somebody has chosen another.
+ */
 static bool
 gate_is_open(IdemDelivery *d)
 {
 	static IdemStatement st = {
-		.sql = "SELECT count(DISTINCT application_name) >= pg_catalog.cardinality($1) FROM pg_catalog.pg_stat_replication"
-		" WHERE application_name = ANY ($1) AND flush_lsn >= $2",
+		.sql = "SELECT pg_catalog.string_agg(n, ', ')"
+		" FROM pg_catalog.regexp_split_to_table($1, '\\s*,\\s*') n"
+		" WHERE n <> pg_catalog.current_setting('cluster_name')"
+		" AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_replication r"
+		" WHERE r.application_name = n AND r.flush_lsn >= $2)",
 		.nargs = 2,
-		.types = {TEXTARRAYOID, PG_LSNOID}
-	};
-	static IdemStatement split = {
-		.sql = "SELECT pg_catalog.regexp_split_to_array($1, '\\s*,\\s*')",
-		.nargs = 1,
-		.types = {TEXTOID}
+		.types = {TEXTOID, PG_LSNOID}
 	};
 	Datum		values[2];
-	bool		isnull;
-	bool		open;
+	char	   *missing;
+	const char *reason = "";
 
 	if (d->server->gate != IDEM_GATE_STANDBY)
 		return true;
 	if (XLogRecPtrIsInvalid(newest_lsn))
 		newest_lsn = GetXLogInsertRecPtr();
-	SPI_connect();
-	values[0] = CStringGetTextDatum(d->server->standbys != NULL ? d->server->standbys : "");
-	idem_statement_run(&split, values, NULL);
-	values[0] = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
+	values[0] = CStringGetTextDatum(d->server->standbys);
 	values[1] = LSNGetDatum(newest_lsn);
+	SPI_connect();
 	idem_statement_run(&st, values, NULL);
-	open = DatumGetBool(SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull));
+	missing = SPI_getvalue(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1);
+	if (missing != NULL)
+		reason = psprintf("waits until these have on disk what is to be sent: %s", missing);
+	if (strcmp(reason, d->reason) != 0)
+		idem_delivery_set_state(d, d->state, reason);
 	SPI_finish();
-	return open;
+	return missing == NULL;
 }
 
 /* Does any courier's answer wait to be written down? */
@@ -790,6 +799,22 @@ drain(void)
 	(void) record();
 }
 
+/*
+ * May what nobody needs be removed?  Not from a copy, and not while a dump is
+ * being restored, of which parts are missing that need others.  An outbox
+ * that has never had a route has no mark, and must not grow for ever.
+ */
+static bool
+may_tend(void)
+{
+	static TimestampTz unmarked_since = 0;
+	TimestampTz now = GetCurrentTimestamp();
+
+	if (marked || unmarked_since == 0)
+		unmarked_since = now;
+	return at_home || now - unmarked_since > idem_outbox_retention * USECS_PER_SEC;
+}
+
 /* However we leave, no courier stays behind. */
 static void
 on_exit_hang_up(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
@@ -833,7 +858,8 @@ serve(IdemDatabase *db)
 		{
 			read_orders(asked);
 			idem_worker_succeeded(db, IDEM_WORKER_RELAY);
-			idem_segment_tend(deliveries, newest);
+			if (may_tend())
+				idem_segment_tend(deliveries, newest);
 		}
 		if (!turn())
 			wait_for_something(sleep_time());

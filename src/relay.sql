@@ -176,8 +176,9 @@ CREATE FUNCTION idem.relay_adopt() RETURNS void
 	BEGIN
 		LOCK TABLE idem.relay_identity IN SHARE ROW EXCLUSIVE MODE;
 		SELECT * INTO here FROM idem.relay_whereabouts();
-		IF EXISTS (SELECT FROM idem.relay_identity i
-				   WHERE (i.system_identifier, i.database, i.site) = (here.system_identifier, here.database, here.site)) THEN
+		-- A restore may have added the mark of another place to one of this.
+		IF (SELECT coalesce(bool_and((i.system_identifier, i.database, i.site) = (here.system_identifier, here.database, here.site)), false)
+			FROM idem.relay_identity i) THEN
 			RAISE NOTICE 'this outbox is at home here already';
 			RETURN;
 		END IF;
@@ -186,8 +187,9 @@ CREATE FUNCTION idem.relay_adopt() RETURNS void
 		LOCK TABLE idem.outbox_0, idem.outbox_1, idem.outbox_2, idem.outbox_3,
 			idem.outbox_4, idem.outbox_5, idem.outbox_6, idem.outbox_7 IN SHARE MODE;
 		-- Numbers go on above every message that is here, wherever the sequence stood.
-		SELECT greatest(max(o.seq), coalesce(pg_sequence_last_value('idem.outbox_seq'), 0))
-			INTO last FROM idem.outbox o;
+		SELECT greatest((SELECT max(o.seq) FROM idem.outbox o), (SELECT max(t.seq_after) FROM idem.outbox_tick t),
+						coalesce(pg_sequence_last_value('idem.outbox_seq'), 0))
+			INTO last;
 		IF last > 0 THEN
 			PERFORM setval('idem.outbox_seq', last);
 		END IF;
@@ -342,8 +344,11 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 		IF msg_id IS NULL THEN
 			RAISE EXCEPTION 'msg_id must not be null' USING ERRCODE = 'null_value_not_allowed';
 		END IF;
-		IF substr(hex, 13, 1) = '7' AND NOT EXISTS (SELECT FROM idem.outbox_tick t WHERE t.snapshot IS NULL) THEN
+		IF substr(hex, 13, 1) = '7' THEN
 			at := to_timestamp(('x' || lpad(substr(hex, 1, 12), 16, '0'))::bit(64)::bigint / 1000.0);
+		END IF;
+		-- what was adopted may have been enqueued by another clock
+		IF at > (SELECT coalesce(max(t.at), '-infinity') FROM idem.outbox_tick t WHERE t.snapshot IS NULL) + interval '5 seconds' THEN
 			low := coalesce((SELECT t.seq_before FROM idem.outbox_tick t
 							 WHERE t.at < at - interval '5 seconds' ORDER BY t.id DESC LIMIT 1), 0);
 			high := coalesce((SELECT t.seq_after FROM idem.outbox_tick t
@@ -359,8 +364,7 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 			   CASE WHEN d.id IS NOT NULL THEN d.state
 					WHEN p.seq IS NOT NULL THEN p.state
 					WHEN l.tick_a IS NOT NULL AND
-						 CASE WHEN t.snapshot IS NULL THEN m.seq <= coalesce(t.seq_before, 0)
-							  ELSE pg_visible_in_snapshot(m.xid, t.snapshot) END THEN 'delivered'
+						 (m.seq <= coalesce(y.seq_before, 0) OR pg_visible_in_snapshot(m.xid, t.snapshot)) THEN 'delivered'
 					ELSE 'pending' END,
 			   coalesce(p.attempts, d.attempts), p.due, coalesce(p.last_error, d.reason),
 			   m.seq, m.enqueued_at,
@@ -369,6 +373,8 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 			 LEFT JOIN LATERAL (SELECT * FROM idem.relay_position n WHERE n.server = r.server AND n.replay = 0
 								ORDER BY n.id DESC LIMIT 1) l ON true
 			 LEFT JOIN idem.outbox_tick t ON t.id = l.tick_a
+			 LEFT JOIN LATERAL (SELECT * FROM idem.outbox_tick w WHERE w.snapshot IS NULL AND w.id <= l.tick_a
+								ORDER BY w.id DESC LIMIT 1) y ON true
 			 LEFT JOIN idem.relay_parked p ON p.server = r.server AND p.seq = m.seq AND p.route = r.id
 			 LEFT JOIN LATERAL (SELECT * FROM idem.dead_letter e WHERE e.name = r.server AND e.seq = m.seq
 								AND e.route = r.id ORDER BY e.id DESC LIMIT 1) d ON p.seq IS NULL AND d.state <> 'redriven'
