@@ -48,10 +48,14 @@ typedef struct Segment
 	int64		last_seq;
 	TimestampTz first_at;
 	TimestampTz last_at;
-	uint64		last_xid;
+	uint64		last_xid;		/* of rows that were not adopted; 0: none */
 } Segment;
 
 static int	current = -1;
+
+/* The newest tick that sees all, and what it sees; see IdemTick. */
+static int64 adopted_id = 0;
+static int64 adopted = 0;
 
 static int64
 get_int64(int column)
@@ -73,10 +77,10 @@ look_into(int i, Segment *segment)
 	memset(segment, 0, sizeof(Segment));
 	segment->empty = RelationGetNumberOfBlocks(rel) == 0;
 	sql = psprintf("SELECT f.seq, f.enqueued_at, l.seq, l.enqueued_at,"
-				   " (SELECT xid FROM idem.%1$s ORDER BY xid DESC, seq DESC LIMIT 1)"
+				   " (SELECT xid FROM idem.%1$s WHERE seq > %2$lld ORDER BY xid DESC, seq DESC LIMIT 1)"
 				   " FROM (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq LIMIT 1) f,"
 				   " (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq DESC LIMIT 1) l",
-				   name);
+				   name, (long long) adopted);
 	table_close(rel, AccessShareLock);
 	if (segment->empty)
 		return;
@@ -112,6 +116,8 @@ all_have_passed(const Segment *segment, List *deliveries)
 		if (!d->positioned || d->reader.a->id != d->done.a)
 			return false;
 		a = d->reader.a;
+		if (a->id < adopted_id)
+			return false;
 		if (a->all ? segment->last_seq > a->seq_before : segment->last_xid >= a->xmin)
 			return false;
 		foreach(lc2, d->replays)
@@ -234,7 +240,7 @@ forget_old(List *deliveries)
 	};
 	/* One tick a second stays, to find messages by time. */
 	static IdemStatement ticks = {
-		.sql = "DELETE FROM idem.outbox_tick t WHERE t.id < $1 AND (t.at < $2"
+		.sql = "DELETE FROM idem.outbox_tick t WHERE t.id < $1 AND t.snapshot IS NOT NULL AND (t.at < $2"
 		" OR EXISTS (SELECT FROM idem.outbox_tick p WHERE p.id < t.id AND p.id >= t.id - 1000"
 		" AND pg_catalog.date_trunc('second', p.at) = pg_catalog.date_trunc('second', t.at)))"
 		" AND (t.id > $3 OR t.at < $2)",
@@ -365,6 +371,8 @@ void
 idem_segment_tend(List *deliveries, IdemTick *newest)
 {
 	pgstat_report_activity(STATE_RUNNING, "tending the outbox");
+	adopted_id = newest != NULL ? newest->adopted_id : 0;
+	adopted = newest != NULL ? newest->adopted : 0;
 	choose_current();
 	for (int i = 0; i < IDEM_SEGMENTS; i++)
 	{
