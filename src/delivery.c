@@ -21,6 +21,7 @@
 #include "miscadmin.h"
 #include "utils/memutils.h"
 
+#include "clock.h"
 #include "delivery.h"
 #include "parked.h"
 #include "replay.h"
@@ -161,13 +162,13 @@ back_off(IdemDelivery *d, IdemServerState state, const char *reason,
 
 	/* Of the many messages that come back at once, the first decides. */
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
-		d->until > GetCurrentTimestamp() && state != IDEM_SERVER_BLOCKED)
+		d->until > idem_clock() && state != IDEM_SERVER_BLOCKED)
 		return;
 	d->backoff_ms = d->backoff_ms == 0 ? d->server->retry_min_ms :
 		(int) Min((int64) d->backoff_ms * 2, d->server->retry_max_ms);
 	ms = state == IDEM_SERVER_BLOCKED ? d->server->retry_max_ms :
 		next_backoff(d, d->backoff_ms / 2);
-	d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+	d->until = TimestampTzPlusMilliseconds(idem_clock(),
 										   Max(ms, (int) Min(retry_after_ms, 3600000)));
 	d->probing = true;
 	idem_relay_stat_error(d->stat, reason);

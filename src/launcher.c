@@ -43,6 +43,7 @@
 #include "utils/syscache.h"
 #include "utils/timestamp.h"
 
+#include "clock.h"
 #include "guc.h"
 #include "input.h"
 #include "launcher.h"
@@ -204,7 +205,7 @@ static void
 put_off(IdemWorker *worker, int ms, const char *reason)
 {
 	worker->state = IDEM_WORKER_WAITING;
-	worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
+	worker->not_before = TimestampTzPlusMilliseconds(idem_clock(), ms);
 	strlcpy(worker->reason, reason, sizeof(worker->reason));
 }
 
@@ -245,7 +246,7 @@ notice_failed_start(IdemWorker *worker, BackgroundWorkerHandle *handle)
 		return;
 	dead = handle != NULL ?
 		GetBackgroundWorkerPid(handle, &pid) == BGWH_STOPPED :
-		TimestampDifferenceExceeds(worker->started_at, GetCurrentTimestamp(),
+		TimestampDifferenceExceeds(worker->started_at, idem_clock(),
 								   START_TIMEOUT_MS);
 	if (dead)
 	{
@@ -278,7 +279,7 @@ start_is_due(int slot, IdemWorkerKind kind)
 		notice_failed_start(&db->workers[kind], handles[slot][kind]);
 	}
 	if (waits_for_start(db, kind) &&
-		db->workers[kind].not_before <= GetCurrentTimestamp())
+		db->workers[kind].not_before <= idem_clock())
 		result = db->oid;
 	LWLockRelease(idem_workers->lock);
 	return result;
@@ -315,7 +316,7 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 		else
 		{
 			worker->state = IDEM_WORKER_STARTING;
-			worker->started_at = GetCurrentTimestamp();
+			worker->started_at = idem_clock();
 		}
 	}
 	LWLockRelease(idem_workers->lock);
@@ -333,7 +334,7 @@ time_to_wait(const IdemDatabase *db, IdemWorkerKind kind)
 		return 1000;
 	if (!waits_for_start(db, kind))
 		return POLL_MS;
-	return Max(10, TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
+	return Max(10, TimestampDifferenceMilliseconds(idem_clock(),
 												   worker->not_before));
 }
 
@@ -380,7 +381,7 @@ look_at(Oid oid)
 {
 	static TimestampTz full_since = 0;
 	static bool warned = false;
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 	bool		ok;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);

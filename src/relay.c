@@ -39,6 +39,7 @@
 #include "utils/syscache.h"
 
 #include "catalog.h"
+#include "clock.h"
 #include "compat.h"
 #include "delivery.h"
 #include "fault.h"
@@ -323,7 +324,7 @@ read_orders(bool asked)
 
 	begin_reading("reading servers and routes");
 	orders_changed = false;
-	orders_read_at = GetCurrentTimestamp();
+	orders_read_at = idem_clock();
 	away = away_from_home();
 	if (away != NULL)
 		away = psprintf("this is a copy (%s); relay_adopt() makes it send", away);
@@ -394,8 +395,7 @@ carry_on(MemoryContext context)
 	RESUME_INTERRUPTS();
 	MemoryContextSwitchTo(context);
 	pgstat_report_activity(STATE_IDLE, NULL);
-	record_again_at = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
-												  RECORD_RETRY_MS);
+	record_again_at = TimestampTzPlusMilliseconds(idem_clock(), RECORD_RETRY_MS);
 }
 
 /* Look at the log again, durably; false if that did not work. */
@@ -432,7 +432,7 @@ take_tick(void)
 	tick_context = context;
 	newest = tick;
 	newest_lsn = XactLastCommitEnd;
-	ticked_at = GetCurrentTimestamp();
+	ticked_at = idem_clock();
 	return true;
 }
 
@@ -440,12 +440,8 @@ take_tick(void)
 static long
 tick_pause(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
-
-	/* a clock that was set back must not keep us waiting */
-	if (now < ticked_at)
-		return 0;
-	return TimestampDifferenceMilliseconds(now, TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
+	return TimestampDifferenceMilliseconds(idem_clock(),
+										   TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
 }
 
 /*
@@ -535,7 +531,7 @@ record(void)
 
 	if (ok)
 		IDEM_FAULT("relay-recorded");
-	recorded_at = GetCurrentTimestamp();
+	recorded_at = idem_clock();
 	if (ok)
 		record_again_at = 0;
 	foreach(lc, deliveries)
@@ -550,11 +546,44 @@ record(void)
 static bool
 record_is_due(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 
 	if (record_again_at != 0)
 		return now >= record_again_at;
 	return TimestampDifferenceExceeds(recorded_at, now, RECORD_MS);
+}
+
+/*
+ * When the clock was set back, what is to be tried again must not wait for it
+ * to get there once more.  Messages that a user has delayed go by the clock.
+ */
+static void
+follow_clock(void)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.relay_parked SET due = due - pg_catalog.make_interval(secs => $1)"
+		" WHERE state <> 'delayed' AND due IS NOT NULL",
+		.nargs = 1,
+		.types = {FLOAT8OID}
+	};
+	static int64 last = PG_INT64_MIN;
+	int64		ahead = GetCurrentTimestamp() - idem_clock();
+	Datum		values[1];
+	ListCell   *lc;
+
+	if (ahead + USECS_PER_SEC < last)
+	{
+		values[0] = Float8GetDatum((last - ahead) / (double) USECS_PER_SEC);
+		ereport(LOG, (errmsg("idem: the clock was set back by %.0f s", DatumGetFloat8(values[0]))));
+		begin_reading("following the clock");
+		SPI_connect();
+		idem_statement_run(&st, values, NULL);
+		SPI_finish();
+		commit();
+		foreach(lc, deliveries)
+			((IdemDelivery *) lfirst(lc))->next_due = 0;
+	}
+	last = ahead;
 }
 
 /* Start the courier of a server, if it should have one. */
@@ -566,7 +595,7 @@ start_courier(IdemDelivery *d)
 
 	if (stat(path, &st) != 0)
 	{
-		d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ORDERS_MS);
+		d->until = TimestampTzPlusMilliseconds(idem_clock(), ORDERS_MS);
 		idem_delivery_set_state(d, IDEM_SERVER_BLOCKED,
 								psprintf("program idem-courier-%s is not installed",
 										 d->server->scheme));
@@ -587,7 +616,7 @@ static void
 tend(IdemDelivery *d)
 {
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
-		d->until <= GetCurrentTimestamp())
+		d->until <= idem_clock())
 		idem_delivery_set_state(d, IDEM_SERVER_RUNNING, NULL);
 	if (d->state == IDEM_SERVER_RUNNING && d->link == NULL &&
 		(d->routes != NIL || d->nentries > 0))
@@ -677,6 +706,7 @@ turn(void)
 		IDEM_FAULT("relay-acknowledged");
 	if (record_is_due())
 		(void) record();
+	follow_clock();
 	foreach(lc, deliveries)
 	{
 		IdemDelivery *d = lfirst(lc);
@@ -716,7 +746,7 @@ turn(void)
 static long
 sleep_time(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 	long		ms = tick_waits ? tick_pause() : POLL_MS;
 	ListCell   *lc;
 
@@ -727,7 +757,7 @@ sleep_time(void)
 		if (d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED)
 			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->until));
 		else if (d->state == IDEM_SERVER_RUNNING && d->positioned && d->nretries == 0)
-			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->next_due));
+			ms = Min(ms, TimestampDifferenceMilliseconds(GetCurrentTimestamp(), d->next_due));
 		if (idem_delivery_needs_record(d))
 			ms = Min(ms, record_again_at != 0 ?
 					 TimestampDifferenceMilliseconds(now, record_again_at) : RECORD_MS);
@@ -770,7 +800,7 @@ wait_for_something(long ms)
 static void
 drain(void)
 {
-	TimestampTz end = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), DRAIN_MS);
+	TimestampTz end = TimestampTzPlusMilliseconds(idem_clock(), DRAIN_MS);
 	bool		waiting = true;
 	ListCell   *lc;
 
@@ -781,7 +811,7 @@ drain(void)
 		if (d->link != NULL && d->nsent > 0)
 			idem_link_quit(d->link);
 	}
-	while (waiting && GetCurrentTimestamp() < end)
+	while (waiting && idem_clock() < end)
 	{
 		waiting = false;
 		foreach(lc, deliveries)
@@ -794,7 +824,7 @@ drain(void)
 			waiting |= d->link != NULL && d->nsent > 0;
 		}
 		if (waiting)
-			wait_for_something(TimestampDifferenceMilliseconds(GetCurrentTimestamp(), end));
+			wait_for_something(TimestampDifferenceMilliseconds(idem_clock(), end));
 	}
 	(void) record();
 }
@@ -808,7 +838,7 @@ static bool
 may_tend(void)
 {
 	static TimestampTz unmarked_since = 0;
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 
 	if (marked || unmarked_since == 0)
 		unmarked_since = now;
@@ -854,7 +884,7 @@ serve(IdemDatabase *db)
 			orders_changed = true;
 		}
 		if (asked || orders_changed ||
-			TimestampDifferenceExceeds(orders_read_at, GetCurrentTimestamp(), ORDERS_MS))
+			TimestampDifferenceExceeds(orders_read_at, idem_clock(), ORDERS_MS))
 		{
 			read_orders(asked);
 			idem_worker_succeeded(db, IDEM_WORKER_RELAY);
