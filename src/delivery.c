@@ -38,7 +38,6 @@
 
 /* Do not put more than this on the line at once. */
 #define MAX_ON_LINE			(4 * 1024 * 1024)
-#define MAX_PAGE			2000
 
 /* The memory of messages that were read together. */
 typedef struct DeliveryPage
@@ -400,7 +399,7 @@ static List *
 read_page(IdemDelivery *d, IdemReader *reader, int max, DeliveryPage *page, IdemPosition *at)
 {
 	MemoryContext old = MemoryContextSwitchTo(page->context);
-	List	   *messages = idem_reader_page(reader, Min(MAX_PAGE, max),
+	List	   *messages = idem_reader_page(reader, Min(d->server->batch_messages, max),
 											d->server->window_bytes - d->nbytes, at);
 
 	MemoryContextSwitchTo(old);
@@ -574,20 +573,31 @@ idem_delivery_read_due(IdemDelivery *d)
 
 	page = new_page(d);
 	old = MemoryContextSwitchTo(page->context);
-	due = idem_parked_due(d->name, Min(MAX_PAGE, d->server->window_messages));
+	due = idem_parked_due(d->name, Min(d->server->batch_messages, d->server->window_messages));
 	foreach(lc, due)
 	{
 		IdemParked *parked = lfirst(lc);
-		IdemMessage *m = idem_log_message(parked->seq);
+		IdemMessage *m;
 		DeliveryEntry *e;
 
+		/* The others are still due when these are settled. */
+		if (d->nretries > 0 && d->nbytes >= d->server->window_bytes)
+			break;
+		m = idem_log_message(parked->seq);
 		if (m == NULL)
 			m = idem_kept_message(parked->seq);
 		if (m == NULL)
-			ereport(ERROR,
+		{
+			/* No other message has to suffer for that. */
+			ereport(WARNING,
 					(errcode(ERRCODE_DATA_CORRUPTED),
-					 errmsg("parked message " INT64_FORMAT " is not in the outbox",
-							parked->seq)));
+					 errmsg("idem: message " INT64_FORMAT " for server \"%s\" is not in the outbox any more",
+							parked->seq, d->name)));
+			idem_dead_letter_lost(d->name, parked);
+			if (parked->state != IDEM_PARKED_DELAYED)
+				count_parked_key(d, hash_key(parked->key), -1);
+			continue;
+		}
 		e = new_entry(d, page, m);
 		e->parked = *parked;
 		e->was_parked = parked->state != IDEM_PARKED_DELAYED;
@@ -753,7 +763,9 @@ fail_attempt(IdemDelivery *d, DeliveryEntry *e, uint32 retry_after_ms)
 		park(d, e, IDEM_PARKED_BEHIND, 0);
 		return;
 	}
-	if (e->parked.attempts >= d->server->max_attempts)
+	/* Only a server that takes others can say that it is the message. */
+	if (e->parked.attempts >= d->server->max_attempts &&
+		d->has_delivered && d->failures < FAILURES_MEAN_DOWN)
 	{
 		bury(d, e);
 		return;
@@ -803,6 +815,7 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 	{
 		case IDEM_DELIVERED:
 			e->state = ENTRY_DONE;
+			d->has_delivered = true;
 			d->failures = 0;
 			d->backoff_ms = 0;
 			d->probing = false;
@@ -848,7 +861,15 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 		case IDEM_UNKNOWN:
 			note_error(d, e, frame->code, frame->text);
 			settle_unknown(d, e);
-			if (d->state == IDEM_SERVER_RUNNING && e->state == ENTRY_QUEUED)
+			if (e->state != ENTRY_QUEUED || d->state != IDEM_SERVER_RUNNING)
+				break;
+			/* One that is never answered must not be all that is ever tried. */
+			if (e->was_parked || ++e->probes > MAX_PROBES)
+			{
+				d->failures++;
+				fail_attempt(d, e, frame->retry_after_ms);
+			}
+			else
 				back_off(d, IDEM_SERVER_BACKING_OFF, frame->text, frame->retry_after_ms);
 			break;
 

@@ -85,7 +85,7 @@ COMMENT ON TABLE idem.dead_letter IS
 	'messages that were given up; none is ever dropped silently';
 COMMENT ON COLUMN idem.dead_letter.origin IS 'server';
 COMMENT ON COLUMN idem.dead_letter.state IS
-	'dead: waits for a person; redriven: sent again; discarded: given up for good';
+	'dead: waits for a person; redriven: sent again; discarded: given up for good; lost: somebody has emptied the outbox by hand';
 SELECT pg_catalog.pg_extension_config_dump('idem.dead_letter', '');
 SELECT pg_catalog.pg_extension_config_dump('idem.dead_letter_id_seq', '');
 
@@ -249,7 +249,7 @@ CREATE FUNCTION idem.dead_letter_discard(ids bigint[], reason text) RETURNS bigi
 		END IF;
 		UPDATE idem.dead_letter d
 		SET state = 'discarded', settled_at = now(), settled_by = session_user, note = dead_letter_discard.reason
-		WHERE d.id = ANY (ids) AND d.state = 'dead';
+		WHERE d.id = ANY (ids) AND d.state IN ('dead', 'lost');
 		GET DIAGNOSTICS n = ROW_COUNT;
 		RETURN n;
 	END
@@ -286,7 +286,8 @@ CREATE FUNCTION idem.dead_letter_redrive(ids bigint[], dry_run boolean DEFAULT f
 				-- Its part of the outbox may be gone, or go at any time.
 				INSERT INTO idem.relay_kept (seq, enqueued_at, msg_id, topic, key, content_type, headers, body)
 				VALUES (d.seq, d.enqueued_at, d.msg_id, d.topic, d.key, d.content_type, d.headers, d.body)
-				ON CONFLICT DO NOTHING;
+				-- locks it, so that the relay does not forget it just now
+				ON CONFLICT (seq) DO UPDATE SET seq = excluded.seq;
 				INSERT INTO idem.relay_parked (server, seq, route, msg_id, key, destination, state, attempts, due, parked_at)
 				VALUES (d.name, d.seq, d.route, d.msg_id, d.key, d.destination, 'delayed', 0, now(), now())
 				ON CONFLICT DO NOTHING;

@@ -248,8 +248,22 @@ forget_old(List *deliveries)
 		.types = {INT8OID, TIMESTAMPTZOID, INT8OID}
 	};
 	static IdemStatement kept = {
-		.sql = "DELETE FROM idem.relay_kept k"
+		.sql = "DELETE FROM idem.relay_kept k WHERE k.seq = ANY ($1)"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.seq = k.seq)",
+		.nargs = 1,
+		.types = {INT8ARRAYOID}
+	};
+	/* Somebody who is parking one holds a lock on it; see dead_letter_redrive. */
+	static IdemStatement unused = {
+		.sql = "SELECT pg_catalog.array_agg(u.seq) FROM (SELECT k.seq FROM idem.relay_kept k"
 		" WHERE NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.seq = k.seq)"
+		" LIMIT 10000 FOR UPDATE OF k SKIP LOCKED) u"
+	};
+	/* One that is paused has not said here where it is. */
+	static IdemStatement behind = {
+		.sql = "SELECT pg_catalog.min(tick_a) FROM idem.relay_position WHERE server = $1",
+		.nargs = 1,
+		.types = {TEXTOID}
 	};
 	static IdemStatement answers = {
 		.sql = "DELETE FROM idem.relay_answer WHERE ctid = ANY (ARRAY("
@@ -258,6 +272,7 @@ forget_old(List *deliveries)
 		.types = {TIMESTAMPTZOID}
 	};
 	static int64 thinned = 0;
+	bool		none;
 	int64		needed = PG_INT64_MAX;
 	Datum		values[3];
 	ListCell   *lc;
@@ -291,8 +306,19 @@ forget_old(List *deliveries)
 					needed = Min(needed, replay->tick);
 			}
 		}
-		else if (d->routes != NIL)
-			needed = 0;
+		else
+		{
+			bool		isnull;
+			Datum		tick;
+
+			values[0] = CStringGetTextDatum(d->name);
+			idem_statement_run(&behind, values, NULL);
+			tick = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
+			if (!isnull)
+				needed = Min(needed, DatumGetInt64(tick));
+			else if (d->routes != NIL)
+				needed = 0;
+		}
 	}
 	if (needed > 0 && needed < PG_INT64_MAX)
 	{
@@ -303,7 +329,11 @@ forget_old(List *deliveries)
 		idem_statement_run(&ticks, values, NULL);
 		thinned = needed - 1;
 	}
-	idem_statement_run(&kept, NULL, NULL);
+	/* In two steps: the second sees what was parked before the first locked. */
+	idem_statement_run(&unused, NULL, NULL);
+	values[0] = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &none);
+	if (!none)
+		idem_statement_run(&kept, values, NULL);
 	values[0] = TimestampTzGetDatum(GetCurrentTimestamp() -
 									idem_outbox_retention * USECS_PER_SEC);
 	idem_statement_run(&answers, values, NULL);
