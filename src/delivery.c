@@ -108,6 +108,14 @@ idem_delivery_create(const char *name)
 	return d;
 }
 
+/* The server has another name; who renamed it has done so in our tables. */
+void
+idem_delivery_rename(IdemDelivery *d, const char *name)
+{
+	strlcpy(d->name, name, NAMEDATALEN);
+	idem_relay_stat_rename(d->stat, name);
+}
+
 void
 idem_delivery_drop(IdemDelivery *d)
 {
@@ -251,6 +259,8 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 			}
 		}
 	}
+	else
+		d->round_is_open = pos.b != 0;
 	idem_reader_init(&d->reader, &pos);
 	d->done = pos;
 	foreach(lc, idem_parked_keys(d->name))
@@ -677,7 +687,8 @@ idem_delivery_send(IdemDelivery *d)
 {
 	dlist_iter	iter;
 
-	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING)
+	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING ||
+		d->replace_by != 0)
 		return;
 	dlist_foreach(iter, &d->retries)
 	{
@@ -1122,10 +1133,25 @@ idem_delivery_recorded(IdemDelivery *d)
 	}
 }
 
-/* End the courier, if there is one; what it has not answered is sent anew. */
+/*
+ * idem_delivery_hang_up
+ *		End the courier, if there is one.
+ *
+ * What it has not answered is unknown.  If there is nothing of that kind, this
+ * is no trouble, and the next courier begins at once.
+ */
 void
 idem_delivery_hang_up(IdemDelivery *d)
 {
-	if (d->link != NULL)
-		lose_courier(d, "courier was ended");
+	if (d->link == NULL)
+		return;
+	if (d->nsent > 0)
+	{
+		lose_courier(d, "courier was ended before it had answered");
+		return;
+	}
+	idem_link_close(d->link);
+	d->link = NULL;
+	d->probing = false;
+	idem_delivery_set_state(d, d->state, d->reason);
 }

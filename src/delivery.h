@@ -8,6 +8,7 @@
 #ifndef IDEM_DELIVERY_H
 #define IDEM_DELIVERY_H
 
+#include "access/xlogdefs.h"
 #include "lib/ilist.h"
 #include "utils/hsearch.h"
 
@@ -49,6 +50,11 @@ typedef struct IdemDelivery
 	char		logged[256];	/* the trouble that the log knows of */
 
 	IdemLink   *link;			/* NULL: no courier */
+	TimestampTz replace_by;		/* 0, or when the courier goes at the latest */
+	int64		gate_tick;		/* up to which we wait for standbys, or may read */
+	XLogRecPtr	gate_lsn;		/* what they need for that */
+	bool		round_is_open;	/* the round under way may be read */
+	bool		nameless;		/* somebody else is at the server's name */
 	bool		positioned;
 	IdemReader	reader;
 	IdemPosition done;			/* all before this is settled */
@@ -73,6 +79,7 @@ typedef struct IdemDelivery
 } IdemDelivery;
 
 extern IdemDelivery *idem_delivery_create(const char *name);
+extern void idem_delivery_rename(IdemDelivery *d, const char *name);
 extern void idem_delivery_drop(IdemDelivery *d);
 extern void idem_delivery_set_state(IdemDelivery *d, IdemServerState state,
 									const char *reason);

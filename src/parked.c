@@ -169,10 +169,12 @@ void
 idem_parked_promote(const char *server)
 {
 	static IdemStatement st = {
-		.sql = "UPDATE idem.relay_parked p SET state = 'retry', due = pg_catalog.clock_timestamp()"
-		" WHERE p.server = $1 AND p.state = 'behind'"
+		.sql = "UPDATE idem.relay_parked SET state = 'retry', due = pg_catalog.clock_timestamp()"
+		" WHERE ctid = ANY (ARRAY("
+		"SELECT p.ctid FROM idem.relay_parked p WHERE p.server = $1 AND p.state = 'behind'"
 		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
-		" AND b.key = p.key AND b.state <> 'delayed' AND (b.seq, b.route) < (p.seq, p.route))",
+		" AND b.key = p.key AND b.state <> 'delayed' AND (b.seq, b.route) < (p.seq, p.route))"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 1,
 		.types = {TEXTOID}
 	};

@@ -18,18 +18,19 @@
  */
 #include "postgres.h"
 
-#include <sys/stat.h>
-
 #include "access/xact.h"
 #include "access/xlog.h"
+#include "catalog/pg_foreign_server.h"
 #include "catalog/pg_type.h"
 #include "executor/spi.h"
+#include "foreign/foreign.h"
 #include "funcapi.h"
 #include "miscadmin.h"
 #include "pgstat.h"
 #include "postmaster/interrupt.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
+#include "storage/lock.h"
 #include "utils/builtins.h"
 #include "utils/guc.h"
 #include "utils/inval.h"
@@ -230,8 +231,9 @@ same_options(List *a, List *b)
 	return true;
 }
 
+/* The delivery of a server, which may have been renamed since. */
 static IdemDelivery *
-find_delivery(const char *name)
+find_delivery(IdemServer *server)
 {
 	ListCell   *lc;
 
@@ -239,7 +241,7 @@ find_delivery(const char *name)
 	{
 		IdemDelivery *d = lfirst(lc);
 
-		if (strcmp(d->name, name) == 0)
+		if (d->server->oid == server->oid)
 			return d;
 	}
 	return NULL;
@@ -250,7 +252,7 @@ static void
 give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 			const char *away, bool asked)
 {
-	IdemDelivery *d = find_delivery(server->name);
+	IdemDelivery *d = find_delivery(server);
 	MemoryContext old_context;
 	MemoryContext old;
 	bool		other = false;
@@ -264,7 +266,14 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 		MemoryContextSwitchTo(old);
 	}
 	else
+	{
 		other = !same_options(d->server->options, server->options);
+		if (strcmp(d->name, server->name) != 0)
+		{
+			idem_delivery_rename(d, server->name);
+			other = true;		/* its courier knows the old name */
+		}
+	}
 
 	old_context = d->orders_context;
 	d->server = server;
@@ -287,7 +296,7 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 	if (old_context != NULL)
 		MemoryContextDelete(old_context);
 	if (other)
-		idem_delivery_hang_up(d);
+		d->replace_by = TimestampTzPlusMilliseconds(idem_clock(), DRAIN_MS);
 	idem_delivery_recount(d);
 	if (asked)
 		d->next_due = 0;		/* somebody may have parked something */
@@ -339,6 +348,25 @@ read_orders(bool asked)
 		newest_lsn = InvalidXLogRecPtr;
 
 	servers = idem_servers_load();
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+		bool		found = false;
+		ListCell   *lc2;
+
+		foreach(lc2, servers)
+			found |= ((IdemServer *) lfirst(lc2))->oid == d->server->oid;
+		if (!found)
+			gone = lappend(gone, d);
+	}
+	foreach(lc, gone)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		deliveries = list_delete_ptr(deliveries, d);
+		MemoryContextDelete(d->orders_context);
+		idem_delivery_drop(d);
+	}
 	foreach(lc, servers)
 	{
 		/* Every server has its own copy, which lives as long as its orders. */
@@ -356,26 +384,6 @@ read_orders(bool asked)
 				give_orders(lfirst(lc2), idem_routes_load(), context, away, asked);
 		}
 		MemoryContextSwitchTo(old);
-	}
-
-	foreach(lc, deliveries)
-	{
-		IdemDelivery *d = lfirst(lc);
-		bool		found = false;
-		ListCell   *lc2;
-
-		foreach(lc2, servers)
-			found |= strcmp(((IdemServer *) lfirst(lc2))->name, d->name) == 0;
-		if (!found)
-			gone = lappend(gone, d);
-	}
-	foreach(lc, gone)
-	{
-		IdemDelivery *d = lfirst(lc);
-
-		deliveries = list_delete_ptr(deliveries, d);
-		MemoryContextDelete(d->orders_context);
-		idem_delivery_drop(d);
 	}
 	commit();
 }
@@ -445,7 +453,10 @@ tick_pause(void)
 }
 
 /*
- * Have the standbys that this server waits for everything up to the tick?
+ * Have the standbys that this server waits for everything up to a tick?
+ *
+ * It stays the same tick until they have: under load the newest may always be
+ * ahead of what they have.
  *
  * One that was promoted need not wait for itself; its name is that under which
  * it has connected as a standby, unless somebody has chosen another.
@@ -467,11 +478,19 @@ gate_is_open(IdemDelivery *d)
 	const char *reason = "";
 
 	if (d->server->gate != IDEM_GATE_STANDBY)
+	{
+		d->gate_tick = newest->id;
 		return true;
-	if (XLogRecPtrIsInvalid(newest_lsn))
-		newest_lsn = GetXLogInsertRecPtr();
+	}
+	if (d->gate_tick <= d->reader.pos.a || XLogRecPtrIsInvalid(d->gate_lsn))
+	{
+		if (XLogRecPtrIsInvalid(newest_lsn))
+			newest_lsn = GetXLogInsertRecPtr();
+		d->gate_tick = newest->id;
+		d->gate_lsn = newest_lsn;
+	}
 	values[0] = CStringGetTextDatum(d->server->standbys);
-	values[1] = LSNGetDatum(newest_lsn);
+	values[1] = LSNGetDatum(d->gate_lsn);
 	SPI_connect();
 	idem_statement_run(&st, values, NULL);
 	missing = SPI_getvalue(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1);
@@ -497,6 +516,27 @@ acknowledged(void)
 	return false;
 }
 
+/*
+ * May we write under the name of this server?  If so nobody renames or drops
+ * it until we have committed; whoever is just about to goes first.
+ */
+static bool
+name_is_ours(IdemDelivery *d)
+{
+	ForeignServer *server;
+	LOCKTAG		tag;
+
+	SET_LOCKTAG_OBJECT(tag, MyDatabaseId, ForeignServerRelationId, d->server->oid, 0);
+	if (LockAcquire(&tag, AccessShareLock, false, true) == LOCKACQUIRE_NOT_AVAIL)
+		return false;
+	AcceptInvalidationMessages();
+	server = GetForeignServerExtended(d->server->oid, FSV_MISSING_OK);
+	if (server != NULL && strcmp(server->servername, d->name) == 0)
+		return true;
+	orders_changed = true;
+	return false;
+}
+
 /* Write down all positions; false if that did not work. */
 static bool
 record(void)
@@ -516,8 +556,11 @@ record(void)
 		begin_reading("recording positions");
 		foreach(lc, deliveries)
 		{
-			if (idem_delivery_needs_record(lfirst(lc)))
-				idem_delivery_record(lfirst(lc));
+			IdemDelivery *d = lfirst(lc);
+
+			d->nameless = idem_delivery_needs_record(d) && !name_is_ours(d);
+			if (idem_delivery_needs_record(d) && !d->nameless)
+				idem_delivery_record(d);
 		}
 		IDEM_FAULT("relay-recording");
 		commit();
@@ -536,8 +579,10 @@ record(void)
 		record_again_at = 0;
 	foreach(lc, deliveries)
 	{
-		if (ok && idem_delivery_needs_record(lfirst(lc)))
-			idem_delivery_recorded(lfirst(lc));
+		IdemDelivery *d = lfirst(lc);
+
+		if (ok && idem_delivery_needs_record(d) && !d->nameless)
+			idem_delivery_recorded(d);
 	}
 	return ok;
 }
@@ -591,23 +636,21 @@ static void
 start_courier(IdemDelivery *d)
 {
 	char	   *path = idem_courier_path(d->server->scheme);
-	struct stat st;
+	MemoryContext old;
 
-	if (stat(path, &st) != 0)
+	/* It was there when the server was loaded. */
+	if (path == NULL)
 	{
 		d->until = TimestampTzPlusMilliseconds(idem_clock(), ORDERS_MS);
 		idem_delivery_set_state(d, IDEM_SERVER_BLOCKED,
-								psprintf("program idem-courier-%s is not installed",
+								psprintf("courier \"idem-courier-%s\" is not installed",
 										 d->server->scheme));
+		return;
 	}
-	else
-	{
-		MemoryContext old = MemoryContextSwitchTo(d->context);
-
-		d->link = idem_link_open(path, d->name, d->server->options);
-		MemoryContextSwitchTo(old);
-		idem_delivery_set_state(d, d->state, d->reason);
-	}
+	old = MemoryContextSwitchTo(d->context);
+	d->link = idem_link_open(path, d->name, d->server->options);
+	MemoryContextSwitchTo(old);
+	idem_delivery_set_state(d, d->state, d->reason);
 	pfree(path);
 }
 
@@ -615,6 +658,12 @@ start_courier(IdemDelivery *d)
 static void
 tend(IdemDelivery *d)
 {
+	/* Another courier is to take over: this one answers for what it has. */
+	if (d->replace_by != 0 && (d->nsent == 0 || d->replace_by <= idem_clock()))
+	{
+		d->replace_by = 0;
+		idem_delivery_hang_up(d);
+	}
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
 		d->until <= idem_clock())
 		idem_delivery_set_state(d, IDEM_SERVER_RUNNING, NULL);
@@ -629,7 +678,7 @@ feed(IdemDelivery *d, bool *hungry)
 {
 	bool		fed = false;
 
-	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0)
+	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0 || d->nameless)
 		return false;
 	if (!d->positioned)
 	{
@@ -661,9 +710,10 @@ feed(IdemDelivery *d, bool *hungry)
 	}
 
 	begin_reading("reading the outbox");
-	if (d->reader.b != NULL || d->reader.pos.b != 0 || gate_is_open(d))
+	if (d->round_is_open || gate_is_open(d))
 	{
-		idem_delivery_read(d, newest->id);
+		idem_delivery_read(d, d->gate_tick);
+		d->round_is_open = d->reader.pos.b != 0;
 		fed = true;
 	}
 	commit();
@@ -758,6 +808,8 @@ sleep_time(void)
 			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->until));
 		else if (d->state == IDEM_SERVER_RUNNING && d->positioned && d->nretries == 0)
 			ms = Min(ms, TimestampDifferenceMilliseconds(GetCurrentTimestamp(), d->next_due));
+		if (d->replace_by != 0)
+			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->replace_by));
 		if (idem_delivery_needs_record(d))
 			ms = Min(ms, record_again_at != 0 ?
 					 TimestampDifferenceMilliseconds(now, record_again_at) : RECORD_MS);

@@ -229,12 +229,17 @@ choose_current(void)
 	idem_wake_set_segment(current);
 }
 
-/* Remove positions that were overtaken, and ticks that nobody needs. */
+/*
+ * Remove positions that were overtaken, and ticks that nobody needs.  Rows that
+ * somebody has locked, for one who renames a server, are left for next time.
+ */
 static void
 forget_old(List *deliveries)
 {
 	static IdemStatement positions = {
-		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND replay = $3 AND id < $2",
+		.sql = "DELETE FROM idem.relay_position WHERE ctid = ANY (ARRAY("
+		"SELECT ctid FROM idem.relay_position WHERE server = $1 AND replay = $3 AND id < $2"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 3,
 		.types = {TEXTOID, INT8OID, INT8OID}
 	};
@@ -267,7 +272,8 @@ forget_old(List *deliveries)
 	};
 	static IdemStatement answers = {
 		.sql = "DELETE FROM idem.relay_answer WHERE ctid = ANY (ARRAY("
-		"SELECT ctid FROM idem.relay_answer WHERE at < $1 ORDER BY at LIMIT 10000))",
+		"SELECT ctid FROM idem.relay_answer WHERE at < $1 ORDER BY at LIMIT 10000"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 1,
 		.types = {TIMESTAMPTZOID}
 	};
@@ -352,9 +358,11 @@ static void
 remove_closed_routes(List *deliveries, IdemTick *newest)
 {
 	static IdemStatement st = {
-		.sql = "DELETE FROM idem.route r WHERE r.server = $1 AND r.last_seq <= $2"
+		.sql = "DELETE FROM idem.route WHERE ctid = ANY (ARRAY("
+		"SELECT r.ctid FROM idem.route r WHERE r.server = $1 AND r.last_seq <= $2"
 		" AND NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.server = r.server AND p.route = r.id)"
-		" AND NOT EXISTS (SELECT FROM idem.relay_replay y WHERE y.server = r.server AND y.finished_at IS NULL)",
+		" AND NOT EXISTS (SELECT FROM idem.relay_replay y WHERE y.server = r.server AND y.finished_at IS NULL)"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 2,
 		.types = {TEXTOID, INT8OID}
 	};

@@ -79,18 +79,63 @@ is(sql(q(SELECT what, reason FROM idem.stuck WHERE name = 'hand')), 'dead letter
 sql(sql(q(SELECT fix FROM idem.stuck WHERE name = 'hand')));
 is(sql(q(SELECT count(*) FROM idem.stuck WHERE name = 'hand')), '0', 'until somebody deals with it');
 
+# A server is altered and renamed under load: no reason to send anything twice.
+server('busy');
+my $total = 0;
+sub some { my $first = $total + 1; $total += 500; return sql("SELECT count(idem.outbox_enqueue('busy', to_json(i), key => (i % 7)::text)) FROM generate_series($first, $total) i") }
+sub all_of { my ($what, @files) = @_; my %seen; await($what, sub { %seen = map { $_ => 1 } map { bodies($_) } @files; keys %seen == $total }); return }
+sql(q(ALTER SERVER busy OPTIONS (ADD "file.tag" '0')));
+for (1 .. 5)
+{
+	some();
+	sql(qq(ALTER SERVER busy OPTIONS (SET "file.tag" '$_')));
+}
+all_of('altered: all arrive', 'busy');
+is(scalar(@{ [ bodies('busy') ] }), $total, 'once');
+for my $name (qw(taxi tram busy))
+{
+	some();
+	my ($old) = grep { /^(busy|taxi|tram)$/ } split /\n/, sql('SELECT srvname FROM pg_foreign_server');
+	sql("ALTER SERVER $old RENAME TO $name");
+}
+all_of('renamed: all arrive', 'busy');
+is(scalar(@{ [ bodies('busy') ] }), $total, 'once');
+is(sql(q(SELECT count(*) FROM idem.relay_position WHERE server IN ('taxi', 'tram'))), '0', 'nothing stays under an old name');
+my $ddl = session($node);
+$ddl->query_safe(q(BEGIN; ALTER SERVER busy RENAME TO ferry));
+some();
+server('free');
+enqueue('free', '"free"');
+await_bodies('while that is not decided other servers go on', 'free', '"free"');
+$ddl->query_safe('ROLLBACK');
+leave($ddl);
+all_of('and then this one, too', 'busy');
+is(scalar(@{ [ bodies('busy') ] }), $total, 'once');
+
+# The program of a courier vanishes just when it is needed.
+my $started = sql('SELECT pg_postmaster_start_time()');
+my $program = courier_program();
+rename $program, "$program.away" or die $!;
+kill KILL => status('free', 'courier');
+await_sql('without its program a server is blocked', q(SELECT state, reason FROM idem.relay_status WHERE server = 'free'), 'blocked|courier "idem-courier-file" is not installed');
+enqueue('free', '"waits"');
+rename "$program.away", $program or die $!;
+sql(q(SELECT idem.relay_resume('free')));
+await_bodies('it goes on when that is there', 'free', '"free"', '"waits"');
+is(sql('SELECT pg_postmaster_start_time()'), $started, 'the server did not notice');
+
 # A topic that nobody takes.
 enqueue('nobody.listens', '1') for 1 .. 2;
 is(sql(q(SELECT name, reason FROM idem.stuck WHERE what = 'unrouted')), 'nobody.listens|2 messages of a topic that no route takes', 'unrouted messages are counted and shown');
 
 # Eight sessions write while a dump holds locks and segments are to be emptied.
-server('busy', q(ADD batch_messages '10'));
+sql(q(ALTER SERVER busy OPTIONS (ADD batch_messages '10')));
 $node->append_conf('postgresql.conf', "idem.outbox_retention = 1\nidem.outbox_segment_rows = 10");
 $node->reload;
 my $dump = session($node);
 $dump->query_safe('BEGIN; ' . join('; ', map { "LOCK TABLE idem.outbox_$_ IN ACCESS SHARE MODE" } 0 .. 7));
 $node->pgbench('-n -T 7 -c 8 -j 2', 0, [qr{processed}], [qr{^$}], 'no enqueue waits behind a dump',
-	{ '156_busy' => q(SET lock_timeout = '500ms'; SELECT idem.outbox_enqueue('busy', '1'::json);) });
+	{ '156_busy' => q(SET lock_timeout = '500ms'; SELECT idem.outbox_enqueue('busy', '"1"'::json);) });
 $dump->query_safe('COMMIT');
 leave($dump);
 await_sql('all is sent', q(SELECT unsent_at_most FROM idem.relay_status WHERE server = 'busy'), '0');
@@ -107,7 +152,7 @@ sql(q(SELECT pg_terminate_backend(pid) FROM idem.relay_worker()));
 for (1 .. 3)
 {
 	my $ticks = sql('SELECT max(id) FROM idem.outbox_tick');
-	enqueue('busy', '2');
+	enqueue('busy', '"2"');
 	await_sql('time goes by', "SELECT max(id) > $ticks FROM idem.outbox_tick", 't');
 	usleep(1_100_000);
 	sql('SELECT idem.relay_notice()');
@@ -133,7 +178,7 @@ is(sqlstate($node, q(SELECT idem.outbox_enqueue('x', '"\ud800"'::jsonb)), 'latin
 
 # The postmaster is killed, and nobody told anybody.
 set_mode('busy', 'hang');
-enqueue('busy', '3');
+enqueue('busy', '"3"');
 await_sql('a courier hangs', q(SELECT in_flight > 0 FROM idem.relay_status WHERE server = 'busy'), 't');
 my @couriers = grep { $_ } split /\n/, sql('SELECT courier FROM idem.relay_status');
 crash($node, orphans => 1);

@@ -250,7 +250,16 @@ enqueue_there($node, 'postgres', '"g1"', '"g2"');
 await_sorted('an ungated server gets it at once', 'bus', '"g1"', '"g2"');
 is(sorted('gated'), '', 'a gated one waits for the standby');
 await_sql('and says so', q(SELECT state, reason FROM idem.relay_status WHERE server = 'gated'), 'running|waits until these have on disk what is to be sent: second');
+# the very first message of a database
+sql('CREATE DATABASE first');
+there($node, 'first', 'CREATE EXTENSION idem');
+there($node, 'first', file_server('first', '') =~ s/\)$/, gate 'standby', standbys 'second')/r);
+there($node, 'first', q(SELECT idem.route_add('orders.**', 'first')));
+enqueue_there($node, 'first', '"first"');
+ok($node->poll_query_until('first', q(SELECT reason ~ 'waits until' FROM idem.relay_status)), 'the first message of all waits, too');
+is(sorted('first'), '', 'it is not sent');
 kill CONT => $frozen;
+await_sorted('the first one is sent', 'first', '"first"');
 await_sorted('and gets it when that has it', 'gated', '"g1"', '"g2"');
 await_sql('which it says, too', q(SELECT state, reason IS NULL FROM idem.relay_status WHERE server = 'gated'), 'running|t');
 
