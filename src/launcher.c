@@ -84,6 +84,9 @@ idem_launcher_register(void)
 {
 	BackgroundWorker worker;
 
+	/* pg_upgrade starts both servers: nothing must be written or sent then. */
+	if (IsBinaryUpgrade)
+		return;
 	memset(&worker, 0, sizeof(worker));
 	strlcpy(worker.bgw_name, "idem launcher", BGW_MAXLEN);
 	strlcpy(worker.bgw_type, "idem launcher", BGW_MAXLEN);
