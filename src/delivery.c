@@ -889,6 +889,8 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 			e->state = ENTRY_QUEUED;
 			if (e->was_parked || key_is_parked(d, e->key_hash))
 				park(d, e, IDEM_PARKED_BEHIND, 0);
+			else if (d->state == IDEM_SERVER_RUNNING && ++e->probes > MAX_PROBES)
+				back_off(d, IDEM_SERVER_BACKING_OFF, "courier returns messages and does not say why", 0);
 			break;
 	}
 }

@@ -92,7 +92,7 @@ static const OptionDef option_defs[] = {
 	{NULL, "max_attempts", .kind = OPTION_INT, RANGE(1, INT_MAX), .private = true, FIELD(max_attempts)},
 	{NULL, "gate", .kind = OPTION_WORD, .words = "local standby", .private = true, FIELD(gate)},
 	{NULL, "standbys", .kind = OPTION_NAMES, .private = true, FIELD(standbys)},
-	{NULL, "order", .kind = OPTION_WORD, .words = "key none", .private = true, FIELD(order)},
+	{NULL, "order", .kind = OPTION_WORD, .words = "key none", FIELD(order)},
 	{NULL, "on_unknown", .kind = OPTION_WORD, .words = "resend hold", .private = true, FIELD(on_unknown)},
 	{NULL, "keep_answer", .kind = OPTION_BOOL, FIELD(keep_answer)},
 	{NULL, "public_only", .kind = OPTION_BOOL, FIELD(public_only)},
