@@ -94,12 +94,12 @@ courier_schemes_amqp = amqps
 REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
-	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
+	outbox_dedup key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
 	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
-	150_relay 155_replay 157_faults 160_relay_life 170_copies 190_soak
+	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

@@ -21,6 +21,7 @@
 #include "miscadmin.h"
 #include "utils/memutils.h"
 
+#include "clock.h"
 #include "delivery.h"
 #include "parked.h"
 #include "replay.h"
@@ -37,7 +38,6 @@
 
 /* Do not put more than this on the line at once. */
 #define MAX_ON_LINE			(4 * 1024 * 1024)
-#define MAX_PAGE			2000
 
 /* The memory of messages that were read together. */
 typedef struct DeliveryPage
@@ -108,6 +108,14 @@ idem_delivery_create(const char *name)
 	return d;
 }
 
+/* The server has another name; who renamed it has done so in our tables. */
+void
+idem_delivery_rename(IdemDelivery *d, const char *name)
+{
+	strlcpy(d->name, name, NAMEDATALEN);
+	idem_relay_stat_rename(d->stat, name);
+}
+
 void
 idem_delivery_drop(IdemDelivery *d)
 {
@@ -161,13 +169,13 @@ back_off(IdemDelivery *d, IdemServerState state, const char *reason,
 
 	/* Of the many messages that come back at once, the first decides. */
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
-		d->until > GetCurrentTimestamp() && state != IDEM_SERVER_BLOCKED)
+		d->until > idem_clock() && state != IDEM_SERVER_BLOCKED)
 		return;
 	d->backoff_ms = d->backoff_ms == 0 ? d->server->retry_min_ms :
 		(int) Min((int64) d->backoff_ms * 2, d->server->retry_max_ms);
 	ms = state == IDEM_SERVER_BLOCKED ? d->server->retry_max_ms :
 		next_backoff(d, d->backoff_ms / 2);
-	d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+	d->until = TimestampTzPlusMilliseconds(idem_clock(),
 										   Max(ms, (int) Min(retry_after_ms, 3600000)));
 	d->probing = true;
 	idem_relay_stat_error(d->stat, reason);
@@ -251,6 +259,8 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 			}
 		}
 	}
+	else
+		d->round_is_open = pos.b != 0;
 	idem_reader_init(&d->reader, &pos);
 	d->done = pos;
 	foreach(lc, idem_parked_keys(d->name))
@@ -399,7 +409,7 @@ static List *
 read_page(IdemDelivery *d, IdemReader *reader, int max, DeliveryPage *page, IdemPosition *at)
 {
 	MemoryContext old = MemoryContextSwitchTo(page->context);
-	List	   *messages = idem_reader_page(reader, Min(MAX_PAGE, max),
+	List	   *messages = idem_reader_page(reader, Min(d->server->batch_messages, max),
 											d->server->window_bytes - d->nbytes, at);
 
 	MemoryContextSwitchTo(old);
@@ -573,20 +583,31 @@ idem_delivery_read_due(IdemDelivery *d)
 
 	page = new_page(d);
 	old = MemoryContextSwitchTo(page->context);
-	due = idem_parked_due(d->name, Min(MAX_PAGE, d->server->window_messages));
+	due = idem_parked_due(d->name, Min(d->server->batch_messages, d->server->window_messages));
 	foreach(lc, due)
 	{
 		IdemParked *parked = lfirst(lc);
-		IdemMessage *m = idem_log_message(parked->seq);
+		IdemMessage *m;
 		DeliveryEntry *e;
 
+		/* The others are still due when these are settled. */
+		if (d->nretries > 0 && d->nbytes >= d->server->window_bytes)
+			break;
+		m = idem_log_message(parked->seq);
 		if (m == NULL)
 			m = idem_kept_message(parked->seq);
 		if (m == NULL)
-			ereport(ERROR,
+		{
+			/* No other message has to suffer for that. */
+			ereport(WARNING,
 					(errcode(ERRCODE_DATA_CORRUPTED),
-					 errmsg("parked message " INT64_FORMAT " is not in the outbox",
-							parked->seq)));
+					 errmsg("idem: message " INT64_FORMAT " for server \"%s\" is not in the outbox any more",
+							parked->seq, d->name)));
+			idem_dead_letter_lost(d->name, parked);
+			if (parked->state != IDEM_PARKED_DELAYED)
+				count_parked_key(d, hash_key(parked->key), -1);
+			continue;
+		}
 		e = new_entry(d, page, m);
 		e->parked = *parked;
 		e->was_parked = parked->state != IDEM_PARKED_DELAYED;
@@ -666,7 +687,8 @@ idem_delivery_send(IdemDelivery *d)
 {
 	dlist_iter	iter;
 
-	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING)
+	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING ||
+		d->replace_by != 0)
 		return;
 	dlist_foreach(iter, &d->retries)
 	{
@@ -752,7 +774,9 @@ fail_attempt(IdemDelivery *d, DeliveryEntry *e, uint32 retry_after_ms)
 		park(d, e, IDEM_PARKED_BEHIND, 0);
 		return;
 	}
-	if (e->parked.attempts >= d->server->max_attempts)
+	/* Only a server that takes others can say that it is the message. */
+	if (e->parked.attempts >= d->server->max_attempts &&
+		d->has_delivered && d->failures < FAILURES_MEAN_DOWN)
 	{
 		bury(d, e);
 		return;
@@ -802,6 +826,7 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 	{
 		case IDEM_DELIVERED:
 			e->state = ENTRY_DONE;
+			d->has_delivered = true;
 			d->failures = 0;
 			d->backoff_ms = 0;
 			d->probing = false;
@@ -847,7 +872,15 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 		case IDEM_UNKNOWN:
 			note_error(d, e, frame->code, frame->text);
 			settle_unknown(d, e);
-			if (d->state == IDEM_SERVER_RUNNING && e->state == ENTRY_QUEUED)
+			if (e->state != ENTRY_QUEUED || d->state != IDEM_SERVER_RUNNING)
+				break;
+			/* One that is never answered must not be all that is ever tried. */
+			if (e->was_parked || ++e->probes > MAX_PROBES)
+			{
+				d->failures++;
+				fail_attempt(d, e, frame->retry_after_ms);
+			}
+			else
 				back_off(d, IDEM_SERVER_BACKING_OFF, frame->text, frame->retry_after_ms);
 			break;
 
@@ -856,6 +889,8 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 			e->state = ENTRY_QUEUED;
 			if (e->was_parked || key_is_parked(d, e->key_hash))
 				park(d, e, IDEM_PARKED_BEHIND, 0);
+			else if (d->state == IDEM_SERVER_RUNNING && ++e->probes > MAX_PROBES)
+				back_off(d, IDEM_SERVER_BACKING_OFF, "courier returns messages and does not say why", 0);
 			break;
 	}
 }
@@ -1100,10 +1135,25 @@ idem_delivery_recorded(IdemDelivery *d)
 	}
 }
 
-/* End the courier, if there is one; what it has not answered is sent anew. */
+/*
+ * idem_delivery_hang_up
+ *		End the courier, if there is one.
+ *
+ * What it has not answered is unknown.  If there is nothing of that kind, this
+ * is no trouble, and the next courier begins at once.
+ */
 void
 idem_delivery_hang_up(IdemDelivery *d)
 {
-	if (d->link != NULL)
-		lose_courier(d, "courier was ended");
+	if (d->link == NULL)
+		return;
+	if (d->nsent > 0)
+	{
+		lose_courier(d, "courier was ended before it had answered");
+		return;
+	}
+	idem_link_close(d->link);
+	d->link = NULL;
+	d->probing = false;
+	idem_delivery_set_state(d, d->state, d->reason);
 }

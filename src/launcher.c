@@ -43,6 +43,7 @@
 #include "utils/syscache.h"
 #include "utils/timestamp.h"
 
+#include "clock.h"
 #include "guc.h"
 #include "input.h"
 #include "launcher.h"
@@ -84,6 +85,9 @@ idem_launcher_register(void)
 {
 	BackgroundWorker worker;
 
+	/* pg_upgrade starts both servers: nothing must be written or sent then. */
+	if (IsBinaryUpgrade)
+		return;
 	memset(&worker, 0, sizeof(worker));
 	strlcpy(worker.bgw_name, "idem launcher", BGW_MAXLEN);
 	strlcpy(worker.bgw_type, "idem launcher", BGW_MAXLEN);
@@ -207,7 +211,7 @@ static void
 put_off(IdemWorker *worker, int ms, const char *reason)
 {
 	worker->state = IDEM_WORKER_WAITING;
-	worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
+	worker->not_before = TimestampTzPlusMilliseconds(idem_clock(), ms);
 	strlcpy(worker->reason, reason, sizeof(worker->reason));
 }
 
@@ -248,7 +252,7 @@ notice_failed_start(IdemWorker *worker, BackgroundWorkerHandle *handle)
 		return;
 	dead = handle != NULL ?
 		GetBackgroundWorkerPid(handle, &pid) == BGWH_STOPPED :
-		TimestampDifferenceExceeds(worker->started_at, GetCurrentTimestamp(),
+		TimestampDifferenceExceeds(worker->started_at, idem_clock(),
 								   START_TIMEOUT_MS);
 	if (dead)
 	{
@@ -281,7 +285,7 @@ start_is_due(int slot, IdemWorkerKind kind)
 		notice_failed_start(&db->workers[kind], handles[slot][kind]);
 	}
 	if (waits_for_start(db, kind) &&
-		db->workers[kind].not_before <= GetCurrentTimestamp())
+		db->workers[kind].not_before <= idem_clock())
 		result = db->oid;
 	LWLockRelease(idem_workers->lock);
 	return result;
@@ -318,7 +322,7 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 		else
 		{
 			worker->state = IDEM_WORKER_STARTING;
-			worker->started_at = GetCurrentTimestamp();
+			worker->started_at = idem_clock();
 		}
 	}
 	LWLockRelease(idem_workers->lock);
@@ -336,7 +340,7 @@ time_to_wait(const IdemDatabase *db, IdemWorkerKind kind)
 		return 1000;
 	if (!waits_for_start(db, kind))
 		return POLL_MS;
-	return Max(10, TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
+	return Max(10, TimestampDifferenceMilliseconds(idem_clock(),
 												   worker->not_before));
 }
 
@@ -383,7 +387,7 @@ look_at(Oid oid)
 {
 	static TimestampTz full_since = 0;
 	static bool warned = false;
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 	bool		ok;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);

@@ -365,7 +365,7 @@ idem_local_read(int64 newest_tick, bool *hungry)
 
 /* Has everything up to there been handed over?  For emptying the outbox. */
 bool
-idem_local_has_passed(int64 last_seq, uint64 last_xid)
+idem_local_has_passed(int64 last_seq, uint64 last_xid, int64 adopted_id)
 {
 	IdemTick   *a;
 	ListCell   *lc;
@@ -375,7 +375,7 @@ idem_local_has_passed(int64 last_seq, uint64 last_xid)
 	if (!positioned)
 		return false;
 	a = reader.a;
-	if (a->id != reader.pos.a || (a->all ? last_seq > a->seq_before : last_xid >= a->xmin))
+	if (a->id != reader.pos.a || a->id < adopted_id || (a->all ? last_seq > a->seq_before : last_xid >= a->xmin))
 		return false;
 	foreach(lc, replays)
 	{

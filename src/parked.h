@@ -44,6 +44,7 @@ extern TimestampTz idem_parked_next_due(const char *server);
 extern void idem_dead_letter_put(const char *server, const IdemMessage *m,
 								 const IdemParked *parked, uint32 code,
 								 const char *reason);
+extern void idem_dead_letter_lost(const char *server, const IdemParked *parked);
 extern IdemMessage *idem_kept_message(int64 seq);
 extern void idem_answer_put(const char *server, const IdemParked *parked,
 							uint32 code, const char *answer);

@@ -92,7 +92,7 @@ COMMENT ON TABLE idem.dead_letter IS
 	'messages that were given up; none is ever dropped silently';
 COMMENT ON COLUMN idem.dead_letter.origin IS 'server or consumer: whose name it is';
 COMMENT ON COLUMN idem.dead_letter.state IS
-	'dead: waits for a person; redriven: sent again; discarded: given up for good';
+	'dead: waits for a person; redriven: sent again; discarded: given up for good; lost: somebody has emptied the outbox by hand';
 SELECT pg_catalog.pg_extension_config_dump('idem.dead_letter', '');
 SELECT pg_catalog.pg_extension_config_dump('idem.dead_letter_id_seq', '');
 
@@ -183,8 +183,9 @@ CREATE FUNCTION idem.relay_adopt() RETURNS void
 	BEGIN
 		LOCK TABLE idem.relay_identity IN SHARE ROW EXCLUSIVE MODE;
 		SELECT * INTO here FROM idem.relay_whereabouts();
-		IF EXISTS (SELECT FROM idem.relay_identity i
-				   WHERE (i.system_identifier, i.database, i.site) = (here.system_identifier, here.database, here.site)) THEN
+		-- A restore may have added the mark of another place to one of this.
+		IF (SELECT coalesce(bool_and((i.system_identifier, i.database, i.site) = (here.system_identifier, here.database, here.site)), false)
+			FROM idem.relay_identity i) THEN
 			RAISE NOTICE 'this outbox is at home here already';
 			RETURN;
 		END IF;
@@ -193,8 +194,9 @@ CREATE FUNCTION idem.relay_adopt() RETURNS void
 		LOCK TABLE idem.outbox_0, idem.outbox_1, idem.outbox_2, idem.outbox_3,
 			idem.outbox_4, idem.outbox_5, idem.outbox_6, idem.outbox_7 IN SHARE MODE;
 		-- Numbers go on above every message that is here, wherever the sequence stood.
-		SELECT greatest(max(o.seq), coalesce(pg_sequence_last_value('idem.outbox_seq'), 0))
-			INTO last FROM idem.outbox o;
+		SELECT greatest((SELECT max(o.seq) FROM idem.outbox o), (SELECT max(t.seq_after) FROM idem.outbox_tick t),
+						coalesce(pg_sequence_last_value('idem.outbox_seq'), 0))
+			INTO last;
 		IF last > 0 THEN
 			PERFORM setval('idem.outbox_seq', last);
 		END IF;
@@ -254,7 +256,7 @@ CREATE FUNCTION idem.dead_letter_discard(ids bigint[], reason text) RETURNS bigi
 		END IF;
 		UPDATE idem.dead_letter d
 		SET state = 'discarded', settled_at = now(), settled_by = session_user, note = dead_letter_discard.reason
-		WHERE d.id = ANY (ids) AND d.state = 'dead';
+		WHERE d.id = ANY (ids) AND d.state IN ('dead', 'lost');
 		GET DIAGNOSTICS n = ROW_COUNT;
 		RETURN n;
 	END
@@ -304,7 +306,8 @@ CREATE FUNCTION idem.dead_letter_redrive(ids bigint[], dry_run boolean DEFAULT f
 				-- Its part of the outbox may be gone, or go at any time.
 				INSERT INTO idem.relay_kept (seq, enqueued_at, msg_id, topic, key, content_type, headers, body)
 				VALUES (d.seq, d.enqueued_at, d.msg_id::uuid, d.topic, d.key, d.content_type, d.headers, d.body)
-				ON CONFLICT DO NOTHING;
+				-- locks it, so that the relay does not forget it just now
+				ON CONFLICT (seq) DO UPDATE SET seq = excluded.seq;
 				INSERT INTO idem.relay_parked (server, seq, route, msg_id, key, destination, state, attempts, due, parked_at)
 				VALUES (d.name, d.seq, d.route, d.msg_id::uuid, d.key, d.destination, 'delayed', 0, now(), now())
 				ON CONFLICT DO NOTHING;
@@ -362,8 +365,11 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 		IF msg_id IS NULL THEN
 			RAISE EXCEPTION 'msg_id must not be null' USING ERRCODE = 'null_value_not_allowed';
 		END IF;
-		IF substr(hex, 13, 1) = '7' AND NOT EXISTS (SELECT FROM idem.outbox_tick t WHERE t.snapshot IS NULL) THEN
+		IF substr(hex, 13, 1) = '7' THEN
 			at := to_timestamp(('x' || lpad(substr(hex, 1, 12), 16, '0'))::bit(64)::bigint / 1000.0);
+		END IF;
+		-- what was adopted may have been enqueued by another clock
+		IF at > (SELECT coalesce(max(t.at), '-infinity') FROM idem.outbox_tick t WHERE t.snapshot IS NULL) + interval '5 seconds' THEN
 			low := coalesce((SELECT t.seq_before FROM idem.outbox_tick t
 							 WHERE t.at < at - interval '5 seconds' ORDER BY t.id DESC LIMIT 1), 0);
 			high := coalesce((SELECT t.seq_after FROM idem.outbox_tick t
@@ -379,8 +385,7 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 			   CASE WHEN d.id IS NOT NULL THEN d.state
 					WHEN p.seq IS NOT NULL THEN p.state
 					WHEN l.tick_a IS NOT NULL AND
-						 CASE WHEN t.snapshot IS NULL THEN m.seq <= coalesce(t.seq_before, 0)
-							  ELSE pg_visible_in_snapshot(m.xid, t.snapshot) END THEN 'delivered'
+						 (m.seq <= coalesce(y.seq_before, 0) OR pg_visible_in_snapshot(m.xid, t.snapshot)) THEN 'delivered'
 					ELSE 'pending' END,
 			   coalesce(p.attempts, d.attempts), p.due, coalesce(p.last_error, d.reason),
 			   m.seq, m.enqueued_at,
@@ -389,6 +394,8 @@ CREATE FUNCTION idem.outbox_status(msg_id uuid)
 			 LEFT JOIN LATERAL (SELECT * FROM idem.relay_position n WHERE n.server = r.server AND n.replay = 0
 								ORDER BY n.id DESC LIMIT 1) l ON true
 			 LEFT JOIN idem.outbox_tick t ON t.id = l.tick_a
+			 LEFT JOIN LATERAL (SELECT * FROM idem.outbox_tick w WHERE w.snapshot IS NULL AND w.id <= l.tick_a
+								ORDER BY w.id DESC LIMIT 1) y ON true
 			 LEFT JOIN idem.relay_parked p ON p.server = r.server AND p.seq = m.seq AND p.route = r.id
 			 LEFT JOIN LATERAL (SELECT * FROM idem.dead_letter e WHERE e.origin = 'server' AND e.name = r.server AND e.seq = m.seq
 								AND e.route = r.id ORDER BY e.id DESC LIMIT 1) d ON p.seq IS NULL AND d.state <> 'redriven'

@@ -115,6 +115,14 @@ idem_relay_stat_attach(const char *server)
 	return stat;
 }
 
+void
+idem_relay_stat_rename(IdemServerStat *stat, const char *server)
+{
+	SpinLockAcquire(&stat->mutex);
+	strlcpy(stat->server, server, NAMEDATALEN);
+	SpinLockRelease(&stat->mutex);
+}
+
 /* The server is gone. */
 void
 idem_relay_stat_detach(IdemServerStat *stat)

@@ -318,6 +318,12 @@ idem_route_add(PG_FUNCTION_ARGS)
 		.nargs = 3,
 		.types = {TEXTOID, INT8OID, INT8OID}
 	};
+	/* Who has routes is at home here; see relay.c. */
+	static IdemStatement mark = {
+		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
+		" SELECT * FROM idem.relay_whereabouts()"
+		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
+	};
 	static IdemStatement seq_at = {
 		.sql = "SELECT idem.outbox_seq_at($1)",
 		.nargs = 1,
@@ -372,6 +378,7 @@ idem_route_add(PG_FUNCTION_ARGS)
 		values[2] = values[3];
 		(void) idem_statement_run(&replay, values, NULL);
 	}
+	(void) idem_statement_run(&mark, NULL, NULL);
 	idem_become_caller(&caller);
 	idem_wake_orders();
 	PG_RETURN_INT64(id);

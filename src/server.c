@@ -84,6 +84,7 @@ typedef struct OptionDef
 
 static const OptionDef option_defs[] = {
 	{NULL, "url", .kind = OPTION_URL, FIELD(url)},
+	{NULL, "batch_messages", .kind = OPTION_INT, RANGE(1, 100000), .private = true, FIELD(batch_messages)},
 	{NULL, "window_messages", .kind = OPTION_INT, RANGE(1, 1000000), .private = true, FIELD(window_messages)},
 	{NULL, "window_bytes", .kind = OPTION_BYTES, RANGE(1024, 1024 * 1024 * 1024), .private = true, FIELD(window_bytes)},
 	{NULL, "retry_min", .kind = OPTION_MS, RANGE(1, 24 * HOUR_MS), .private = true, FIELD(retry_min_ms)},
@@ -91,7 +92,7 @@ static const OptionDef option_defs[] = {
 	{NULL, "max_attempts", .kind = OPTION_INT, RANGE(1, INT_MAX), .private = true, FIELD(max_attempts)},
 	{NULL, "gate", .kind = OPTION_WORD, .words = "local standby", .private = true, FIELD(gate)},
 	{NULL, "standbys", .kind = OPTION_NAMES, .private = true, FIELD(standbys)},
-	{NULL, "order", .kind = OPTION_WORD, .words = "key none", .private = true, FIELD(order)},
+	{NULL, "order", .kind = OPTION_WORD, .words = "key none", FIELD(order)},
 	{NULL, "on_unknown", .kind = OPTION_WORD, .words = "resend hold", .private = true, FIELD(on_unknown)},
 	{NULL, "keep_answer", .kind = OPTION_BOOL, FIELD(keep_answer)},
 	{NULL, "public_only", .kind = OPTION_BOOL, FIELD(public_only)},
@@ -122,6 +123,7 @@ static const OptionDef foreign_text = {.kind = OPTION_TEXT};
 static const OptionDef foreign_file = {.kind = OPTION_FILE};
 
 static const IdemServer defaults = {
+	.batch_messages = 2000,
 	.window_messages = 1000,
 	.window_bytes = 8 * 1024 * 1024,
 	.retry_min_ms = 100,

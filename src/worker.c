@@ -27,6 +27,7 @@
 #include "tcop/tcopprot.h"
 #include "utils/guc.h"
 
+#include "clock.h"
 #include "guc.h"
 #include "worker.h"
 
@@ -181,7 +182,7 @@ detach(int code pg_attribute_unused(), Datum arg)
 		worker->state = IDEM_WORKER_WAITING;
 		for (int i = 0; i < worker->failures && delay < RESTART_MAX_MS; i++)
 			delay *= 2;
-		worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+		worker->not_before = TimestampTzPlusMilliseconds(idem_clock(),
 														 Min(delay, RESTART_MAX_MS));
 		idem_database_free_unwanted(my_database);
 	}
