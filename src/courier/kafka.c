@@ -26,7 +26,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "kafka_parts.h"
@@ -36,8 +35,6 @@
 #define DRAIN_MS	1500		/* likewise, on quit */
 #define STUCK_MS	30000		/* nothing to be had from the library */
 #define MAX_ENDING	3			/* producers being ended */
-#define TOPICS		256			/* buckets */
-#define MAX_TOPIC	249			/* bytes of a name */
 
 typedef enum Phase
 {
@@ -53,20 +50,13 @@ typedef struct Queue
 	IdemMessage *tail;
 } Queue;
 
-typedef struct Topic
-{
-	struct Topic *next;
-	rd_kafka_topic_t *handle;
-	char		name[];
-} Topic;
-
 static IdemCourier *courier;
 static int	event_fd = -1;
 static rd_kafka_t *producer;
 static Phase phase;
-static Topic *topics[TOPICS];
 static Queue waiting;			/* not yet given to the library */
 static Queue sent;				/* given to it; tag is when */
+static int64_t now;				/* about */
 static int64_t opened_at;
 static int64_t delivered_at;
 static bool lost;				/* no broker could be reached, last we heard */
@@ -145,15 +135,7 @@ let_go(void)
 {
 	pthread_t	thread;
 
-	for (int i = 0; i < TOPICS; i++)
-		while (topics[i] != NULL)
-		{
-			Topic	   *topic = topics[i];
-
-			topics[i] = topic->next;
-			rd_kafka_topic_destroy(topic->handle);
-			free(topic);
-		}
+	kafka_forget_topics();
 	__atomic_add_fetch(&n_ending, 1, __ATOMIC_SEQ_CST);
 	if (pthread_create(&thread, NULL, end_producer, producer) != 0)
 		abort();
@@ -179,7 +161,7 @@ begin_ending(int grace_ms, const char *reason)
 	failed = true;
 	said = false;
 	snprintf(why, sizeof(why), "%s", reason);
-	ending_at = idem_courier_now();
+	ending_at = now;
 	purge_at = ending_at + grace_ms;
 }
 
@@ -196,8 +178,6 @@ lose(IdemState state, const char *reason)
 static void
 go_on_ending(void)
 {
-	int64_t		now = idem_courier_now();
-
 	if (sent.head == NULL)
 		let_go();
 	else if (now > ending_at + STUCK_MS)
@@ -321,7 +301,7 @@ delivery_report(rd_kafka_t *rk, const rd_kafka_message_t *report, void *arg)
 		if (phase == PHASE_UP)
 			idem_courier_state(courier, IDEM_STATE_UP, 0, "connected");
 		lost = false;
-		delivered_at = idem_courier_now();
+		delivered_at = now;
 		idem_courier_delivered(courier, m);
 	}
 	else
@@ -467,97 +447,27 @@ open_producer(void)
 	rd_kafka_queue_io_event_enable(queue, event_fd, &one, sizeof(one));
 	rd_kafka_queue_destroy(queue);
 	phase = PHASE_CONNECTING;
-	opened_at = idem_courier_now();
-}
-
-static rd_kafka_topic_t *
-find_topic(const char *name)
-{
-	uint32_t	hash = UINT32_C(2166136261);
-	Topic	  **slot;
-	Topic	   *topic;
-
-	for (const char *p = name; *p != '\0'; p++)
-		hash = (hash ^ (unsigned char) *p) * UINT32_C(16777619);
-	slot = &topics[(hash ^ hash >> 16) % TOPICS];
-	for (topic = *slot; topic != NULL; topic = topic->next)
-		if (strcmp(topic->name, name) == 0)
-			return topic->handle;
-	topic = idem_alloc(sizeof(Topic) + strlen(name) + 1);
-	strcpy(topic->name, name);
-	topic->handle = rd_kafka_topic_new(producer, name, NULL);
-	if (topic->handle == NULL)
-		abort();
-	topic->next = *slot;
-	*slot = topic;
-	return topic->handle;
-}
-
-static bool
-good_topic(const char *name)
-{
-	size_t		len = strlen(name);
-
-	return len > 0 && len <= MAX_TOPIC && strcmp(name, ".") != 0 && strcmp(name, "..") != 0 &&
-		strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == len;
-}
-
-static bool
-add_header(void *arg, const char *name, const char *value)
-{
-	static const char *const own[] = {"message-id", "type", "content-type", "enqueued-at"};
-
-	for (size_t i = 0; i < sizeof(own) / sizeof(own[0]); i++)
-		if (strcmp(name, own[i]) == 0)
-			return true;
-	return rd_kafka_header_add(arg, name, -1, value, (ssize_t) strlen(value)) ==
-		RD_KAFKA_RESP_ERR_NO_ERROR;
-}
-
-/* NULL if those of the message cannot be read. */
-static rd_kafka_headers_t *
-make_headers(const IdemMessage *m)
-{
-	static time_t last = -1;
-	static char day[32];
-	rd_kafka_headers_t *headers = rd_kafka_headers_new(8);
-	time_t		second = (time_t) (m->enqueued_at / 1000000);
-	char		stamp[64];
-	struct tm	tm;
-
-	if (second != last && gmtime_r(&second, &tm) != NULL)
-	{
-		strftime(day, sizeof(day), "%Y-%m-%dT%H:%M:%S", &tm);
-		last = second;
-	}
-	snprintf(stamp, sizeof(stamp), "%s.%06dZ", day, (int) (m->enqueued_at % 1000000));
-	rd_kafka_header_add(headers, "message-id", -1, m->msg_id, -1);
-	rd_kafka_header_add(headers, "type", -1, m->topic, -1);
-	rd_kafka_header_add(headers, "content-type", -1, m->content_type, -1);
-	rd_kafka_header_add(headers, "enqueued-at", -1, stamp, -1);
-	if (idem_headers_each(m->headers, add_header, headers))
-		return headers;
-	rd_kafka_headers_destroy(headers);
-	return NULL;
+	opened_at = now;
 }
 
 /* Give a message, the first that waits, to the library.  False: not now. */
 static bool
 produce(IdemMessage *m)
 {
+	rd_kafka_topic_t *topic = kafka_topic(producer, m->destination);
 	rd_kafka_headers_t *headers;
 	rd_kafka_resp_err_t error;
 	const char *never = NULL;
 	size_t		key_len = m->key != NULL ? strlen(m->key) : 0;
 
-	if (!good_topic(m->destination))
+	if (topic == NULL)
 		never = "the destination is no name that a topic can have";
-	else if ((headers = make_headers(m)) == NULL)
+	else if ((headers = kafka_headers(m)) == NULL)
 		never = "the headers cannot be sent";
 	else
 	{
 		m->data = solo > 0 ? &alone : NULL;
-		error = rd_kafka_producev(producer, RD_KAFKA_V_RKT(find_topic(m->destination)),
+		error = rd_kafka_producev(producer, RD_KAFKA_V_RKT(topic),
 								  RD_KAFKA_V_MSGFLAGS(0),
 								  RD_KAFKA_V_KEY(m->key, key_len),
 								  RD_KAFKA_V_VALUE((void *) m->body, m->body_len),
@@ -570,7 +480,7 @@ produce(IdemMessage *m)
 		queue_remove(&waiting, m);
 		if (error == RD_KAFKA_RESP_ERR_NO_ERROR)
 		{
-			m->tag = (uint64_t) idem_courier_now();
+			m->tag = (uint64_t) now;
 			queue_append(&sent, m);
 			return true;
 		}
@@ -590,7 +500,6 @@ produce(IdemMessage *m)
 static void
 check_time(void)
 {
-	int64_t		now = idem_courier_now();
 	char		text[768];
 
 	if (phase == PHASE_CONNECTING)
@@ -630,7 +539,6 @@ check_time(void)
 static void
 set_timer(void)
 {
-	int64_t		now = idem_courier_now();
 	int64_t		next = -1;
 
 	if (phase == PHASE_CONNECTING || phase == PHASE_ENDING)
@@ -645,6 +553,7 @@ static void
 pump(IdemCourier *c)
 {
 	(void) c;
+	now = idem_courier_now();
 	if (phase == PHASE_NONE && waiting.head != NULL)
 	{
 		if (idem_courier_quitting(courier))
@@ -677,6 +586,7 @@ listen_to_library(IdemCourier *c, int fd, short revents, void *arg)
 	(void) revents;
 	(void) arg;
 	(void) !read(fd, &count, sizeof(count));
+	now = idem_courier_now();
 	if (producer != NULL)
 		rd_kafka_poll(producer, 0);
 	pump(courier);
@@ -707,6 +617,7 @@ kafka_message(IdemCourier *c, IdemMessage *m)
 static void
 kafka_timer(IdemCourier *c)
 {
+	now = idem_courier_now();
 	if (producer != NULL)
 		rd_kafka_poll(producer, 0);
 	check_time();
@@ -716,11 +627,12 @@ kafka_timer(IdemCourier *c)
 static void
 kafka_drain(IdemCourier *c)
 {
+	now = idem_courier_now();
 	return_waiting("quitting");
 	if (phase != PHASE_CONNECTING && phase != PHASE_UP)
 	{
-		if (purge_at > idem_courier_now() + DRAIN_MS)
-			purge_at = idem_courier_now() + DRAIN_MS;
+		if (purge_at > now + DRAIN_MS)
+			purge_at = now + DRAIN_MS;
 		return;
 	}
 	begin_ending(DRAIN_MS, "quit before the broker answered");

@@ -224,7 +224,8 @@ kafka_read_options(IdemCourier *courier)
 	 * Ours, before the user's.  The library gives up on no message by itself
 	 * and leaves no gap, since those behind it would overtake it.  What a
 	 * message may weigh is for the broker to say.  Partitions are chosen as
-	 * Java's clients do.
+	 * Java's clients do.  Without any lingering the batches get so small that
+	 * the broker takes half as many messages.
 	 */
 	static const char *const ours[][2] = {
 		{"client.id", "idem"},
@@ -235,7 +236,7 @@ kafka_read_options(IdemCourier *courier)
 		{"partitioner", "murmur2_random"},
 		{"queue.buffering.max.kbytes", "65536"},
 		{"message.max.bytes", "67108864"},
-		{"linger.ms", "0"},
+		{"linger.ms", "0.5"},
 		{"reconnect.backoff.max.ms", "1000"},
 		{"topic.metadata.propagation.max.ms", "2000"},
 		{"socket.nagle.disable", "true"},
