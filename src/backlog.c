@@ -41,7 +41,7 @@
 #define MAX_LOST		1024
 
 /* After a crash, for so long nothing runs that was not written down before. */
-#define CAUTION_USECS	(10 * USECS_PER_MINUTE)
+#define CAUTION_USECS	USECS_PER_MINUTE
 
 struct IdemBacklog
 {

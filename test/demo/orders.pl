@@ -12,19 +12,15 @@
 # Connects by the usual libpq variables; the argument is the data folder.
 use strict;
 use warnings;
+use FindBin;
 use IO::Handle;
-use IO::Select;
 use IO::Socket::INET;
-use IPC::Open3;
+use lib $FindBin::RealBin;
 use POSIX ();
+use Shop;
 use Time::HiRes qw(time usleep);
 
 use constant {
-	ORDERS => 3000,
-	SESSIONS => 4,          # that write one order at a time
-	HOLDERS => 2,           # that write a few and leave the transaction open
-	HELD => 3,              # seconds, so long
-	CUSTOMERS => 400,
 	CONNECTIONS => 8,
 	SINKS => 20,            # processes; some are slow, and some hold a connection that nobody uses
 	WINDOW => 100,          # messages under way at a time
@@ -48,27 +44,10 @@ $SIG{ALRM} = sub { print "\nnot done after ", DEADLINE, " seconds\n"; exit 1 };
 alarm DEADLINE;
 STDOUT->autoflush(1);
 
-my $setup_shop = <<'SQL';
-CREATE EXTENSION idem;
-CREATE TABLE customer (id int PRIMARY KEY, orders int);
-CREATE TABLE orders (id int, customer int, n int);
-SQL
-
 my $setup_warehouse = <<'SQL';
 CREATE EXTENSION idem;
 CREATE TABLE shipment (arrival bigserial, order_id int, customer int, n int);  -- no unique constraint
 SQL
-
-# The customer's row is what transactions of the same customer serialise on.
-sub order_sql
-{
-	my ($order, $customer) = @_;
-	return <<"SQL";
-WITH c AS (UPDATE customer SET orders = orders + 1 WHERE id = $customer RETURNING id, orders),
-     o AS (INSERT INTO orders SELECT $order, id, orders FROM c RETURNING *)
-SELECT idem.outbox_enqueue('order.placed', row_to_json(o), key => o.customer::text) FROM o;
-SQL
-}
 
 sub shipment_sql
 {
@@ -79,55 +58,6 @@ WITH claim AS (SELECT idem.inbox_try_claim('warehouse', '$id') AS mine)
 INSERT INTO shipment (order_id, customer, n)
 SELECT o.id, o.customer, o.n FROM claim, json_to_record('$body') AS o(id int, customer int, n int) WHERE mine;
 SQL
-}
-
-# ---- psql, driven through pipes.
-
-# what sessions complain about: those of a killed server do, and that is no news
-my $errors = ($ENV{TMPDIR} || '/tmp') . "/demo.$$.err";
-open(ERRORS, '+>', $errors) or die "$errors: $!\n";
-unlink $errors;
-
-sub session
-{
-	my ($database) = @_;
-	my $self = { database => $database, buffer => '' };
-	$self->{process} = open3($self->{in}, $self->{out}, '>&ERRORS',
-		'psql', '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $database);
-	$self->{in}->autoflush(1);
-	return $self;
-}
-
-sub end_session
-{
-	my ($s) = @_;
-	close $s->{$_} for qw(in out);
-	waitpid $s->{process}, 0;
-	return;
-}
-
-# Send SQL and wait for its output; undef if the session is gone.
-sub ask
-{
-	my ($s, $sql) = @_;
-	print { $s->{in} } $sql, "\n\\echo end\n" or return;
-	my $answer = '';
-	while (defined(my $line = readline $s->{out}))
-	{
-		return $answer if $line eq "end\n";
-		$answer .= $line;
-	}
-	return;
-}
-
-sub query
-{
-	my ($database, $sql) = @_;
-	open(my $psql, '-|', 'psql', '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $database, '-c', $sql) or die "psql: $!\n";
-	my $result = join '', <$psql>;
-	close $psql or die "failed: $sql\n";
-	chomp $result;
-	return $result;
 }
 
 # ---- The sink: so many processes, a connection and a psql each.
@@ -231,148 +161,8 @@ sub start_sinks
 my $main = $$;
 END { my $rc = $?; if ($$ == $main) { kill 'TERM', @sinks; waitpid $_, 0 for @sinks; } $? = $rc; }
 
-# ---- The writers.
-
-my $select = IO::Select->new;
-my %writer;               # by file handle
-my $next_order = 1;
-my %fate;                 # of orders: committed, rolled back, or unknown
-my $down = 0;
-
-sub start_writer
-{
-	my ($kind, $customer) = @_;
-	my $w = session('shop');
-	@$w{qw(kind customer)} = ($kind, $customer);
-	$writer{ $w->{out} } = $w;
-	$select->add($w->{out});
-	place_order($w);
-	return;
-}
-
-# Write in an open transaction; it answers when that is done.
-sub place_order
-{
-	my ($w) = @_;
-	my $held = $w->{kind} eq 'holder';
-	my $n = $held ? 5 : 1;
-	my $sql = "BEGIN;\n";
-
-	$w->{orders} = [];
-	$w->{undone} = [];
-	return $w->{idle} = 1 if $next_order > ORDERS;
-	if (!$held && rand() < 0.05)
-	{
-		$sql .= "SAVEPOINT s;\n" . order_sql($next_order, customer($w)) . "ROLLBACK TO s;\n";
-		push @{ $w->{undone} }, $next_order++;
-	}
-	for (1 .. $n)
-	{
-		$sql .= order_sql($next_order, customer($w));
-		push @{ $w->{orders} }, $next_order++;
-	}
-	$w->{state} = 'writing';
-	print { $w->{in} } "\\o /dev/null\n$sql\\o\n\\echo written\n";
-	return;
-}
-
-sub customer { my ($w) = @_; return $w->{customer} // 1 + int(rand CUSTOMERS); }
-
-sub finish_order
-{
-	my ($w) = @_;
-	my $how = rand() < ($w->{kind} eq 'holder' ? 0.3 : 0.1) ? 'rolled back' : 'committed';
-	$w->{state} = $how;
-	print { $w->{in} } $how eq 'committed' ? 'COMMIT;' : 'ROLLBACK;', "\n\\echo ended\n";
-	return;
-}
-
-sub heard_from_writer
-{
-	my ($w) = @_;
-	return lost_writer($w) if !sysread($w->{out}, $w->{buffer}, 4096, length $w->{buffer});
-	while ($w->{buffer} =~ s/^(.*)\n//)
-	{
-		if ($1 eq 'written')
-		{
-			$fate{$_} = 'rolled back' for @{ $w->{undone} };
-			if ($down || $w->{kind} eq 'holder') { $w->{state} = 'open'; $w->{until} = time + HELD; }
-			else { finish_order($w); }
-		}
-		elsif ($1 eq 'ended')
-		{
-			$fate{$_} = $w->{state} for @{ $w->{orders} };
-			if ($down) { $w->{orders} = []; }
-			else { place_order($w); }
-		}
-		else { die "unexpected: $1\n"; }
-	}
-	return;
-}
-
-# Killed before COMMIT was sent, an order is rolled back.  After that the client
-# cannot know.
-sub lost_writer
-{
-	my ($w) = @_;
-	$select->remove($w->{out});
-	delete $writer{ $w->{out} };
-	end_session($w);
-	die "a session has ended unexpectedly\n", slurp_errors() unless $down;
-	$fate{$_} = 'rolled back' for @{ $w->{undone} };
-	$fate{$_} = $w->{state} eq 'committed' ? 'unknown' : 'rolled back' for @{ $w->{orders} };
-	return;
-}
-
-sub slurp_errors { seek ERRORS, 0, 0; return <ERRORS>; }
-
-sub start_writers
-{
-	start_writer('writer') for 1 .. SESSIONS;
-	start_writer('holder', CUSTOMERS + $_) for 1 .. HOLDERS;
-	return;
-}
-
-# ---- Killing the server.
-
 my $sink = { buffer => '' };
 my %count = map { $_ => 0 } qw(first duplicate error deaf mute slow away);
-
-# All of it at once, so that nobody gets the chance to tidy up.
-sub kill_server
-{
-	open(my $file, '<', "$data/postmaster.pid") or die "postmaster.pid: $!\n";
-	chomp(my $postmaster = readline $file);
-	close $file;
-	my @backends = grep { parent($_) == $postmaster } map { m{(\d+)} } glob '/proc/[0-9]*';
-	my $open = grep { !$_->{idle} } values %writer;
-	$down = 1;
-	kill 'KILL', $postmaster, @backends;
-	note(sprintf 'kill -9: the server, with %d processes and %d transactions under way', 1 + @backends, $open);
-
-	# One that waits for its next command has not noticed yet.
-	close $_->{in} for values %writer;
-	while (%writer)
-	{
-		for my $handle ($select->can_read)
-		{
-			if ($handle == $news) { heard_from_sink($sink); }
-			else { heard_from_writer($writer{$handle}); }
-		}
-	}
-	my $begin = time;
-	usleep(20_000) while time - $begin < 10 && grep { kill 0, $_ } $postmaster, @backends;
-	system("pg_ctl -D '$data' -l '$data.log' -w -s start >'$data.pg_ctl.log' 2>&1") == 0 or die "the server does not start\n";
-	$down = 0;
-	note(sprintf 'the server is back after %.1f s', time - $begin);
-	return;
-}
-
-sub parent
-{
-	open(my $stat, '<', "/proc/$_[0]/stat") or return 0;
-	return (readline($stat) // '') =~ /\) \S (\d+)/ ? $1 : 0;
-}
 
 # ---- What is shown meanwhile.
 
@@ -381,9 +171,7 @@ my ($shown, $shown_first) = ($begin, 0);
 my $monitor;
 my %relay = map { $_ => 0 } qw(unsent retried unknown base_retried base_unknown);
 
-sub commas { my $n = reverse int shift; $n =~ s/(\d{3})(?=\d)/$1,/g; return scalar reverse $n; }
 
-sub written { return scalar grep { $_ eq 'committed' } values %fate; }
 
 sub look_at_relay
 {
@@ -418,12 +206,6 @@ sub progress
 	return;
 }
 
-sub note
-{
-	print -t STDOUT ? "\r\e[K" : '', "  ! $_[0]\n";
-	return;
-}
-
 sub heard_from_sink
 {
 	my ($self) = @_;
@@ -438,15 +220,7 @@ sub heard_from_sink
 # Whatever happens next.
 sub turn
 {
-	for my $handle ($select->can_read(0.05))
-	{
-		if ($handle == $news) { heard_from_sink($sink); }
-		elsif ($writer{$handle}) { heard_from_writer($writer{$handle}); }
-	}
-	for my $w (values %writer)
-	{
-		finish_order($w) if ($w->{state} // '') eq 'open' && time >= $w->{until};
-	}
+	writers_turn();
 	progress();
 	return;
 }
@@ -455,7 +229,7 @@ sub turn
 
 query('postgres', "CREATE DATABASE $_") for qw(shop warehouse);
 query('shop', "SET client_min_messages = warning; $setup_shop");
-query('shop', sprintf 'INSERT INTO customer SELECT i, 0 FROM generate_series(1, %d) i', CUSTOMERS + HOLDERS);
+fill_shop();
 query('warehouse', "SET client_min_messages = warning; $setup_warehouse");
 start_sinks();
 my $server = sprintf <<"SQL", $listen->sockport, CONNECTIONS, TIMEOUT, WINDOW;
@@ -476,14 +250,14 @@ print "The receiver answers 500, cuts connections before and after its work, and
 
 $begin = $shown = time;
 restart_monitor();
-$select->add($news);
+listen_to($news, sub { heard_from_sink($sink) });
 start_writers();
-turn() while $next_order < ORDERS / 2;
-kill_server();
+turn() until all_written(0.5);
+kill_server($data);
 restart_monitor();
 start_writers();
-turn() while grep { !$_->{idle} } values %writer;
-end_session($_) for map { $select->remove($_->{out}); $_ } values %writer;
+turn() until writers_idle();
+end_writers();
 note('no more orders');
 do { turn(); look_at_relay(); } until $relay{state} eq 'running' && $relay{unsent} == 0 && $relay{in_flight} == 0;
 my $drained = time;
@@ -492,15 +266,6 @@ progress('last');
 
 # ---- The ledger: from the tables, not from what we believe.
 
-my $bad = 0;
-
-sub check
-{
-	my ($ok, $what, $got, $more) = @_;
-	$bad++ unless $ok;
-	printf "  %-4s %-48s %6s%s\n", $ok ? 'ok' : 'BAD', $what, commas($got), $more ? "  $more" : '';
-	return;
-}
 
 my %ordered = map { $_ => 1 } split /\n/, query('shop', 'SELECT id FROM orders');
 my %shipped = map { split /\|/ } split /\n/, query('warehouse', 'SELECT order_id, count(*) FROM shipment GROUP BY 1');
@@ -530,7 +295,7 @@ check($count{duplicate} <= $faults + WINDOW, 'duplicates, stopped by inbox_try_c
 my $dead = query('shop', 'SELECT count(*) FROM idem.dead_letter') + query('shop', 'SELECT count(*) FROM idem.relay_parked');
 check($dead == 0, 'dead letters, and messages left over', $dead);
 
-printf "\n%s\n", $bad
+printf "\n%s\n", bad_checks()
   ? 'Something is off.'
   : sprintf 'What was committed was done exactly once, what was rolled back not at all, in %.1f s.', $drained - $begin;
-exit($bad ? 1 : 0);
+exit(bad_checks() ? 1 : 0);
