@@ -49,12 +49,13 @@ struct IdemBacklog
 	Oid			database;		/* InvalidOid: free */
 	int32		consumer;
 	IdemMark	marks[IDEM_MARKS];
-	uint32		folds;			/* how often a mark was taken down */
+	uint32		folds;			/* how often anything came in */
 	uint32		generation;		/* how often below what had been taken */
 	int64		taken;			/* highest number that was taken */
 	bool		ready;			/* there may be something to do */
 	TimestampTz next_due;		/* when there will be */
-	int			running;		/* handlers */
+	int			running;		/* handlers, */
+	int			concurrency;	/* and how many may; 0: not known */
 	char		reason[256];	/* why none run, or "" */
 };
 
@@ -249,26 +250,32 @@ idem_backlog_added(int32 consumer, IdemMarkKind kind, int64 at)
 	slist_push_head(&additions, &a->node);
 }
 
-/* Take a mark down, and have somebody look. */
-static void
+/*
+ * Take a mark down, and have somebody look.  Is there anybody to be woken for
+ * that?  Those who are at it look again before they sleep.
+ */
+static bool
 come_in(int32 consumer, IdemMarkKind kind, int64 at)
 {
 	IdemBacklog *b;
+	bool		wake;
 
 	if (shared == NULL)
-		return;
+		return false;
 	LWLockAcquire(shared->lock, LW_SHARED);
 	b = find_place(consumer);
 	LWLockRelease(shared->lock);
 	if (b == NULL)
-		return;
+		return false;
 	SpinLockAcquire(&b->mutex);
 	b->marks[kind].incoming = Min(b->marks[kind].incoming, at);
 	if (kind == IDEM_MARK_SEQ)
 		b->ready = true;
 	else
 		b->next_due = Min(b->next_due, at);
+	wake = b->running < Max(b->concurrency, 1);
 	SpinLockRelease(&b->mutex);
+	return wake;
 }
 
 /* Things may have come of which nobody knows: look at everything. */
@@ -304,11 +311,9 @@ fold(IdemBacklog *b, IdemMarkKind kind)
 		return;
 	if (kind == IDEM_MARK_SEQ && mark->incoming <= b->taken)
 		b->generation++;
-	if (mark->incoming < mark->low)
-	{
-		mark->low = mark->incoming;
-		b->folds++;
-	}
+	mark->low = Min(mark->low, mark->incoming);
+	/* Whoever looks right now may have a snapshot that does not see it. */
+	b->folds++;
 	mark->incoming = PG_INT64_MAX;
 }
 
@@ -392,6 +397,7 @@ idem_backlog_enter(IdemBacklog *b, int concurrency)
 	bool		ok;
 
 	SpinLockAcquire(&b->mutex);
+	b->concurrency = concurrency;
 	ok = b->running < concurrency;
 	if (ok)
 		b->running++;
@@ -493,8 +499,8 @@ idem_backlog_lose(int32 consumer, int64 seq)
 		lost->seq = seq;
 	}
 	LWLockRelease(shared->lock);
-	come_in(consumer, IDEM_MARK_SEQ, seq);
-	come_in(consumer, IDEM_MARK_DUE, PG_INT64_MIN);
+	(void) come_in(consumer, IDEM_MARK_SEQ, seq);
+	(void) come_in(consumer, IDEM_MARK_DUE, PG_INT64_MIN);
 }
 
 /* Take one out that belongs to this database; false if there is none. */
@@ -625,8 +631,8 @@ give_back(const Taken *t)
 		idem_backlog_lose(t->consumer, t->seq);
 	else
 	{
-		come_in(t->consumer, IDEM_MARK_SEQ, t->seq);
-		come_in(t->consumer, IDEM_MARK_DUE, PG_INT64_MIN);
+		(void) come_in(t->consumer, IDEM_MARK_SEQ, t->seq);
+		(void) come_in(t->consumer, IDEM_MARK_DUE, PG_INT64_MIN);
 	}
 }
 
@@ -634,10 +640,10 @@ static void
 on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 {
 	slist_iter	iter;
-	bool		any = !slist_is_empty(&additions);
+	bool		wake = false;
 
 	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE ||
-		(!any && slist_is_empty(&takings)))
+		(slist_is_empty(&additions) && slist_is_empty(&takings)))
 		return;
 	if (event == XACT_EVENT_COMMIT)
 	{
@@ -645,9 +651,9 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 		{
 			Addition   *a = slist_container(Addition, node, iter.cur);
 
-			come_in(a->consumer, a->kind, a->at);
+			wake |= come_in(a->consumer, a->kind, a->at);
 		}
-		if (any)
+		if (wake)
 			idem_wake_handler();
 	}
 

@@ -513,7 +513,7 @@ serve(int32 consumer, int concurrency)
 		{
 			CHECK_FOR_INTERRUPTS();
 			more = process(consumer, b);
-			if (more && ++n == 2)
+			if (more && ++n == 2 && concurrency > 1)
 			{
 				/* There is more than one of us can do. */
 				idem_backlog_set_ready(b);
