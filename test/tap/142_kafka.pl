@@ -70,7 +70,7 @@ my $proxy = IdemRelay::proxy($proxied);
 my $broker = $no_broker ? undef : Kafka->new(
 	dir => "$work/kafka", password => $canary, proxied_port => $proxied, proxied => $proxy->{port},
 	config => "message.max.bytes=2000000\n",
-	($tls ? (tls => { cert => "$work/srv.pem", key => "$work/srv.key" }) : ()));
+	($tls ? (tls => { ca => "$work/ca.pem", cert => "$work/srv.pem", key => "$work/srv.key" }) : ()));
 $broker //= Kafka->mock(dir => "$work/mock");
 $url = "kafka://$broker->{servers}";
 
@@ -236,6 +236,20 @@ SKIP:
 			like(reason($t), qr/certificate/, 'says why');
 			quit($t);
 		}
+		my @mutual = (url => "kafkas://localhost:$broker->{mtls_port}", tls_ca => $ca, connect_timeout_ms => 2000);
+		$t = courier(@mutual);
+		like(outcomes($t, message($t)) . state_of($t), qr/^5[23]$/, 'no certificate of ours where one is wanted');
+		quit($t);
+		system("openssl pkcs8 -topk8 -v2 aes-256-cbc -passout pass:$canary -in $work/srv.key -out $work/locked.key") == 0 or die;
+		my @ours = (tls_cert => slurp("$work/srv.pem"), tls_key => slurp("$work/locked.key"));
+		$t = courier(@mutual, @ours, 'kafka.ssl.key.password' => "x$canary");
+		until_($t, sub { 0 }, 10);
+		is(state_of($t), 3, 'wrong passphrase: refused');
+		unlike(reason($t), qr/$canary/, 'and not told');
+		$t->ended;
+		$t = courier(@mutual, @ours, 'kafka.ssl.key.password' => $canary);
+		is(outcomes($t, message($t)), '0', 'with a certificate of ours');
+		quit($t);
 		$t = courier(url => "kafkas://localhost:$broker->{port}", tls_ca => $ca, connect_timeout_ms => 2000);
 		is(outcomes($t, message($t)) . state_of($t), '52', 'no falling back to plain');
 		quit($t);
