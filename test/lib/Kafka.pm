@@ -228,14 +228,36 @@ sub delete
 }
 
 # All that is in a topic, in order per partition: { partition, offset, key, body, headers }.
-# Read with kcat.  With skip => { partition => offset }, from there on.
+# Read with kcat.
 sub read
 {
 	my ($self, $topic) = @_;
+	for (1 .. 20)
+	{
+		# a slow broker makes it give up in the middle
+		my ($ok, @messages) = $self->read_once($topic);
+		return @messages if $ok;
+	}
+	die "topic $topic cannot be read";
+}
+
+# How many messages each partition of a topic has had.
+sub ends
+{
+	my ($self, $topic) = @_;
+	my @partitions = `kcat -L -t $topic -b $self->{servers} 2>/dev/null` =~ /^ +partition (\d+),/mg;
+	my $query = join ' ', map { "-t $topic:$_:-1" } @partitions;
+	return `kcat -Q -b $self->{servers} $query 2>/dev/null` =~ /\[(\d+)\] offset (\d+)/g;
+}
+
+sub read_once
+{
+	my ($self, $topic) = @_;
+	my %ends = $self->ends($topic);
 	open my $out, '-|:raw', "kcat -C -e -q -o beginning -t $topic -b $self->{servers}"
 	  . q( -f '%p %o %K %S\n%k%s%h\001\002\n' 2>/dev/null) or die "kcat: $!";
 	my $all = do { local $/; <$out> } // '';
-	close $out;
+	close $out or return 0;
 	my @messages;
 	while ($all =~ /\G(\d+) (\d+) (-?\d+) (-?\d+)\n/gc)
 	{
@@ -252,7 +274,8 @@ sub read
 		push @messages, \%m;
 	}
 	die 'kcat: not all is understood' if (pos($all) // 0) < length $all;
-	return @messages;
+	my %seen = map { $_->{partition} => $_->{offset} + 1 } @messages;
+	return (%ends && !(grep { ($seen{$_} // 0) < $ends{$_} } keys %ends), @messages);
 }
 
 sub kill9
