@@ -33,6 +33,8 @@ SELECT * FROM options($$ url 'HTTPS://example.com:8443/a?b=c:d@e', window_messag
 SELECT * FROM options($$ url 'amqps://host/vhost', exchange '', routing_key 'k', on_unroutable 'dead', heartbeat '10',
 	connect_timeout_ms '1000', "user" 'u', password_file 'p', tls_ca_file 'ca', tls_cert_file 'cert', tls_key_file 'key',
 	gate 'local', "order" 'key', on_unknown 'resend' $$);
+SELECT * FROM options($$ url 'kafkas://a:9092,b', "user" 'u', password_file 'p', sasl_mechanism 'scram-sha-256', connect_timeout_ms '1',
+	timeout_ms '100', tls_ca_file 'ca', tls_cert_file 'cert', tls_key_file 'key', "kafka.compression.type" 'zstd' $$);
 SELECT * FROM options($$ url 'discard://', delay_ms '0', fail_every '3' $$);
 SELECT * FROM options($$ url 'other://a,b', "other.acks" 'all', "other.password_file" 'p', any_file 'f', max_attempts '3' $$);
 
@@ -61,6 +63,9 @@ SELECT * FROM options($$ url 'http://h', exchange 'e' $$);
 SELECT * FROM options($$ url 'http://h', any_file 'f' $$);
 SELECT * FROM options($$ url 'http://h', "http.option" 'f' $$);
 SELECT * FROM options($$ url 'amqp://h', method 'POST' $$);
+SELECT * FROM options($$ url 'kafka://h', exchange 'e' $$);
+SELECT * FROM options($$ url 'kafka://h', "kafka.ssl.key.password" 'sesame' $$);
+SELECT * FROM options($$ url 'kafka://u@h' $$);
 SELECT * FROM options($$ url 'discard://', "header.a" 'b' $$);
 SELECT * FROM options($$ url 'other://', method 'POST' $$);
 SELECT * FROM options($$ url 'other://', "other." 'POST' $$);

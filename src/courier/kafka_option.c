@@ -65,7 +65,7 @@ static const struct
 
 /* Fine, although they begin like some that are refused. */
 static const char *const harmless[] = {
-	"ssl.cipher.suites", "ssl.curves.list", "ssl.sigalgs.list", NULL
+	"ssl.cipher.suites", "ssl.curves.list", "ssl.sigalgs.list", "ssl.key.password", NULL
 };
 
 static const char *

@@ -51,7 +51,8 @@ sub put
 # new(dir => ...)
 #   password => of user relay, who may do everything; user poor, with the same, may
 #               do nothing until allow(); listener sasl_port, PLAIN and SCRAM-SHA-256
-#   tls => { cert, key }: files of PEM, for listener tls_port; localhost is its name
+#   tls => { ca, cert, key }: files of PEM, for listener tls_port; localhost is its
+#               name; mtls_port also wants a certificate of ours
 #   proxied => a port: what is told to those who come to proxied_port
 #   config => more lines; heap => '1g'
 sub new
@@ -60,7 +61,7 @@ sub new
 	my $self = bless { owner => $$, heap => '256m', %args }, $class;
 	my $dir = $self->{dir};
 	my %seen;
-	for my $name (qw(port controller_port sasl_port tls_port proxied_port))
+	for my $name (qw(port controller_port sasl_port tls_port mtls_port proxied_port))
 	{
 		do { $self->{$name} //= free_port() } while $seen{ $self->{$name} }++ && do { delete $self->{$name}; 1 };
 	}
@@ -78,14 +79,20 @@ listener.name.sasl.sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256
 listener.name.sasl.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required user_relay="$self->{password}" user_poor="$self->{password}";
 listener.name.sasl.scram-sha-256.sasl.jaas.config=org.apache.kafka.common.security.scram.ScramLoginModule required;
 authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
-super.users=User:ANONYMOUS;User:relay
+super.users=User:ANONYMOUS;User:relay;User:CN=localhost
 SASL
 	}
 	if ($self->{tls})
 	{
-		push @listeners, [ 'TLS', 'SSL', $self->{tls_port}, "localhost:$self->{tls_port}" ];
 		put("$dir/tls.pem", slurp($self->{tls}{key}) . slurp($self->{tls}{cert}));
-		$more .= "listener.name.tls.ssl.keystore.type=PEM\nlistener.name.tls.ssl.keystore.location=$dir/tls.pem\n";
+		for my $name (qw(tls mtls))
+		{
+			my $port = $self->{"${name}_port"};
+			push @listeners, [ uc $name, 'SSL', $port, "localhost:$port" ];
+			$more .= "listener.name.$name.ssl.keystore.type=PEM\nlistener.name.$name.ssl.keystore.location=$dir/tls.pem\n";
+		}
+		$more .= "listener.name.mtls.ssl.truststore.type=PEM\nlistener.name.mtls.ssl.truststore.location=$self->{tls}{ca}\n"
+		  . "listener.name.mtls.ssl.client.auth=required\n";
 	}
 	push @listeners, [ 'PROXIED', 'PLAINTEXT', $self->{proxied_port}, "127.0.0.1:$self->{proxied}" ]
 	  if $self->{proxied};
@@ -221,14 +228,36 @@ sub delete
 }
 
 # All that is in a topic, in order per partition: { partition, offset, key, body, headers }.
-# Read with kcat.  With skip => { partition => offset }, from there on.
+# Read with kcat.
 sub read
 {
 	my ($self, $topic) = @_;
+	for (1 .. 20)
+	{
+		# a slow broker makes it give up in the middle
+		my ($ok, @messages) = $self->read_once($topic);
+		return @messages if $ok;
+	}
+	die "topic $topic cannot be read";
+}
+
+# How many messages each partition of a topic has had.
+sub ends
+{
+	my ($self, $topic) = @_;
+	my @partitions = `kcat -L -t $topic -b $self->{servers} 2>/dev/null` =~ /^ +partition (\d+),/mg;
+	my $query = join ' ', map { "-t $topic:$_:-1" } @partitions;
+	return `kcat -Q -b $self->{servers} $query 2>/dev/null` =~ /\[(\d+)\] offset (\d+)/g;
+}
+
+sub read_once
+{
+	my ($self, $topic) = @_;
+	my %ends = $self->ends($topic);
 	open my $out, '-|:raw', "kcat -C -e -q -o beginning -t $topic -b $self->{servers}"
 	  . q( -f '%p %o %K %S\n%k%s%h\001\002\n' 2>/dev/null) or die "kcat: $!";
 	my $all = do { local $/; <$out> } // '';
-	close $out;
+	close $out or return 0;
 	my @messages;
 	while ($all =~ /\G(\d+) (\d+) (-?\d+) (-?\d+)\n/gc)
 	{
@@ -245,7 +274,8 @@ sub read
 		push @messages, \%m;
 	}
 	die 'kcat: not all is understood' if (pos($all) // 0) < length $all;
-	return @messages;
+	my %seen = map { $_->{partition} => $_->{offset} + 1 } @messages;
+	return (%ends && !(grep { ($seen{$_} // 0) < $ends{$_} } keys %ends), @messages);
 }
 
 sub kill9

@@ -19,6 +19,9 @@ $ENV{COURIER_STDERR} = "$work/stderr";
 my $no_broker = Kafka::missing();
 diag("$no_broker: the mock cluster takes its place") if $no_broker;
 
+# On a slow machine even a broker that is well may take its time.
+sub patient { return courier(connect_timeout_ms => 20000, @_) }
+
 # ---- bad options
 
 my $url = 'kafka://127.0.0.1:1';
@@ -70,11 +73,11 @@ my $proxy = IdemRelay::proxy($proxied);
 my $broker = $no_broker ? undef : Kafka->new(
 	dir => "$work/kafka", password => $canary, proxied_port => $proxied, proxied => $proxy->{port},
 	config => "message.max.bytes=2000000\n",
-	($tls ? (tls => { cert => "$work/srv.pem", key => "$work/srv.key" }) : ()));
+	($tls ? (tls => { ca => "$work/ca.pem", cert => "$work/srv.pem", key => "$work/srv.key" }) : ()));
 $broker //= Kafka->mock(dir => "$work/mock");
 $url = "kafka://$broker->{servers}";
 
-$c = courier(url => $no_broker ? 'kafka://127.0.0.1:1' : $url);
+$c = patient(url => $no_broker ? 'kafka://127.0.0.1:1' : $url);
 ok(until_($c, sub { $c->{ready} }), 'ready before it connects');
 like($c->{ready}, qr{^idem-courier-kafka \S+ librdkafka/}, 'names its library');
 my $begin = time;
@@ -82,7 +85,7 @@ is(outcomes($c, message($c)), '5', 'no broker: returned');
 is(state_of($c), 2, 'no broker: down');
 like(reason($c), qr/refused/, 'says why');
 cmp_ok(time - $begin, '<', 3, 'soon');
-if ($no_broker) { quit($c); $c = courier(url => $url) }
+if ($no_broker) { quit($c); $c = patient(url => $url) }
 else { $broker->start; $broker->create('q', 3); $broker->create('one', 1) }
 
 # ---- content
@@ -120,7 +123,7 @@ is(outcomes($c, message($c, headers => '{"x":"\u0000"}')), '2', 'headers that ca
 
 {
 	my $mock = $no_broker ? $broker : Kafka->mock(dir => "$work/mock");
-	my $m = courier(url => "kafka://$mock->{servers}");
+	my $m = patient(url => "kafka://$mock->{servers}");
 	is(outcomes($m, message($m)), '0', 'mock: delivered');
 	$mock->refuse(45);
 	is(outcomes($m, message($m, key => 'k')), '4', 'out of order: a fatal error, and unknown');
@@ -180,17 +183,17 @@ SKIP:
 	my @sasl = (url => "kafka://127.0.0.1:$broker->{sasl_port}", user => 'relay', password => $canary);
 	for my $mechanism (qw(PLAIN SCRAM-SHA-256))
 	{
-		my $s = courier(@sasl, sasl_mechanism => $mechanism);
+		my $s = patient(@sasl, sasl_mechanism => $mechanism);
 		is(outcomes($s, message($s)), '0', "$mechanism: delivered");
 		unlike(slurp("/proc/$s->{pid}/$_"), qr/$canary/, "no password in $_") for qw(cmdline environ);
 		ok(quit($s), 'quits');
-		$s = courier(@sasl, sasl_mechanism => $mechanism, password => "wrong$canary");
+		$s = patient(@sasl, sasl_mechanism => $mechanism, password => "wrong$canary");
 		is(outcomes($s, message($s)) . state_of($s), '53', "$mechanism, wrong password: blocked");
 		like(reason($s), qr/[Aa]uthentication/, 'says so');
 		unlike(reason($s), qr/$canary/, 'and does not tell the password');
 		quit($s);
 	}
-	my $s = courier(@sasl, user => 'poor');
+	my $s = patient(@sasl, user => 'poor');
 	like(outcomes($s, message($s)) . state_of($s), qr/^[35]3$/, 'no rights at all: blocked');
 	like(reason($s), qr/uthoriz|not allowed/, 'says so');
 	$broker->admin('allow', 'poor', 'q');
@@ -199,7 +202,7 @@ SKIP:
 	like(reason($s), qr/not allowed to write to topic "one"/, 'says which');
 	is(outcomes($s, message($s)) . state_of($s), '01', 'goes on');
 	quit($s);
-	$s = courier(url => "kafka://127.0.0.1:$broker->{sasl_port}", connect_timeout_ms => 1000);
+	$s = patient(url => "kafka://127.0.0.1:$broker->{sasl_port}", connect_timeout_ms => 1000);
 	is(outcomes($s, message($s)) . state_of($s), '52', 'no login where one is wanted: down');
 	quit($s);
 
@@ -210,7 +213,7 @@ SKIP:
 		[ 'however it is spelled', url => 'kafka://0xa9fea9fe:9092' ])
 	{
 		my ($name, @options) = @$_;
-		$s = courier(@options);
+		$s = patient(@options);
 		is(outcomes($s, message($s)) . state_of($s), '53', $name);
 		like(reason($s), qr/address/, 'says why');
 		quit($s);
@@ -222,7 +225,7 @@ SKIP:
 	{
 		skip 'no openssl', 1 unless $tls;
 		my $ca = slurp("$work/ca.pem");
-		my $t = courier(url => "kafkas://localhost:$broker->{tls_port}", tls_ca => $ca);
+		my $t = patient(url => "kafkas://localhost:$broker->{tls_port}", tls_ca => $ca);
 		my $body = join '', map { chr(($_ * 7) % 256) } 1 .. 1_500_000;
 		$broker->create('tls', 1);
 		is(outcomes($t, message($t, to => 'tls', body => $body), map { message($t) } 1 .. 100), join(' ', (0) x 101), 'TLS');
@@ -231,12 +234,26 @@ SKIP:
 		for ([ 'wrong name', '127.0.0.1', $ca ], [ 'other authority', 'localhost', slurp("$work/ca2.pem") ], [ 'system authorities', 'localhost' ])
 		{
 			my ($name, $host, $pem) = @$_;
-			$t = courier(url => "kafkas://$host:$broker->{tls_port}", defined $pem ? (tls_ca => $pem) : ());
+			$t = patient(url => "kafkas://$host:$broker->{tls_port}", defined $pem ? (tls_ca => $pem) : ());
 			is(outcomes($t, message($t)) . state_of($t), '53', "TLS, $name: refused");
 			like(reason($t), qr/certificate/, 'says why');
 			quit($t);
 		}
-		$t = courier(url => "kafkas://localhost:$broker->{port}", tls_ca => $ca, connect_timeout_ms => 2000);
+		my @mutual = (url => "kafkas://localhost:$broker->{mtls_port}", tls_ca => $ca, connect_timeout_ms => 2000);
+		$t = patient(@mutual);
+		like(outcomes($t, message($t)) . state_of($t), qr/^5[23]$/, 'no certificate of ours where one is wanted');
+		quit($t);
+		system("openssl pkcs8 -topk8 -v2 aes-256-cbc -passout pass:$canary -in $work/srv.key -out $work/locked.key") == 0 or die;
+		my @ours = (tls_cert => slurp("$work/srv.pem"), tls_key => slurp("$work/locked.key"));
+		$t = patient(@mutual, @ours, 'kafka.ssl.key.password' => "x$canary");
+		until_($t, sub { 0 }, 10);
+		is(state_of($t), 3, 'wrong passphrase: refused');
+		unlike(reason($t), qr/$canary/, 'and not told');
+		$t->ended;
+		$t = patient(@mutual, @ours, 'kafka.ssl.key.password' => $canary);
+		is(outcomes($t, message($t)), '0', 'with a certificate of ours');
+		quit($t);
+		$t = patient(url => "kafkas://localhost:$broker->{port}", tls_ca => $ca, connect_timeout_ms => 2000);
 		is(outcomes($t, message($t)) . state_of($t), '52', 'no falling back to plain');
 		quit($t);
 	}
@@ -244,7 +261,7 @@ SKIP:
 	# ---- answers get lost on the way
 
 	$broker->create('lossy', 1);
-	my $l = courier(url => "kafka://127.0.0.1:$proxy->{port}", timeout_ms => 9000);
+	my $l = patient(url => "kafka://127.0.0.1:$proxy->{port}", timeout_ms => 9000);
 	is(outcomes($l, message($l, to => 'lossy', body => 'l0')), '0', 'through the proxy');
 	$proxy->lose;
 	@sent = map { message($l, to => 'lossy', key => 'k', body => "l$_") } 1 .. 20;
@@ -253,7 +270,7 @@ SKIP:
 	is(outcomes($l, @sent), join(' ', (0) x 20), 'answers lost for a while: delivered in the end');
 	is(join(' ', map { $_->{body} } $broker->read('lossy')), join(' ', map { "l$_" } 0 .. 20), 'once, in order: the broker has seen the double');
 	ok(quit($l), 'quits');
-	$l = courier(url => "kafka://127.0.0.1:$proxy->{port}", timeout_ms => 2000);
+	$l = patient(url => "kafka://127.0.0.1:$proxy->{port}", timeout_ms => 2000);
 	is(outcomes($l, message($l, to => 'lossy', body => 'm0')), '0', 'through the proxy again');
 	$proxy->lose;
 	$begin = time;
@@ -279,7 +296,7 @@ SKIP:
 
 	$broker->create('load', 3);
 	quit($c);
-	$c = courier(url => $url, timeout_ms => 3000);
+	$c = patient(url => $url, timeout_ms => 3000);
 	my %ledger;
 	my @early = map { message($c, to => 'load', body => "e$_", key => "k$_") } 1 .. 500;
 	settled($c, @early);
@@ -305,7 +322,7 @@ SKIP:
 	# ---- back in time: nothing comes back, and nothing comes twice
 
 	quit($c);
-	$c = courier(url => $url);
+	$c = patient(url => $url);
 	$broker->create('blip', 3);
 	message($c, to => 'blip', body => 'b0', key => 'x');
 	until_($c, sub { defined outcome($c, $c->{ticket}) });
@@ -321,7 +338,7 @@ SKIP:
 	# ---- nobody answers at all: black hole
 
 	my $hole = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 5) or die $!;
-	my $h = courier(url => 'kafka://127.0.0.1:' . $hole->sockport, connect_timeout_ms => 1000);
+	my $h = patient(url => 'kafka://127.0.0.1:' . $hole->sockport, connect_timeout_ms => 1000);
 	is(outcomes($h, message($h)) . state_of($h), '52', 'black hole: down');
 	like(reason($h), qr/within 1000 ms/, 'says so');
 	$t = message($h);

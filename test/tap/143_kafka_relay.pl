@@ -91,9 +91,10 @@ is(scalar keys %expected, 0, 'each of them');
 
 # ---- killed and started again under load; then the courier, twice
 
-server('load', 'load.*', "url '$url', $login, timeout_ms '2000'", 'load');
+# a small window, for there to be time to break things
+server('load', 'load.*', "url '$url', $login, timeout_ms '2000', window_messages '50'", 'load');
 sub load { return map { $_->{body} =~ /(\d+) k(\d+)/ ? [ $2, $1 ] : () } $broker->read('load') }
-my $fill = q(SELECT idem.outbox_enqueue_batch('load.x', array_agg(to_jsonb(i || ' k' || i % 7)::text), array_agg('k' || i % 7)) FROM generate_series(%d, %d) i);
+my $fill = q(SELECT idem.outbox_enqueue_batch('load.x', array_agg(to_jsonb(i || ' k' || i %% 7)::text), array_agg('k' || i %% 7)) FROM generate_series(%d, %d) i);
 sql(sprintf $fill, $_ * 10000 + 1, ($_ + 1) * 10000) for 0 .. 2;
 await_that('some have arrived', sub { status('load', 'sent') > 500 });
 $broker->kill9;
@@ -117,7 +118,7 @@ for my $signal (qw(KILL SEGV))
 my @load = load();
 my %distinct = map { $_->[1] => 1 } @load;
 is(scalar keys %distinct, 72000, 'nothing is lost');
-cmp_ok(@load - 72000, '<=', 3000, 'no more than a window came twice, each time');
+cmp_ok(@load - 72000, '<=', 500, 'few came twice');
 note 'twice: ' . (@load - 72000) . ', unknown: ' . status('load', 'unknown');
 ok(in_key_order(@load), 'the order of each key held');
 
@@ -166,7 +167,7 @@ is(leaks($canary), '', 'the secret shows nowhere');
 unlike(slurp_file($node->logfile), qr/TRAP:|PANIC|server process .* was terminated/, 'nothing else has crashed');
 kill STOP => $broker->{pid};
 sql(sprintf $fill, 80001, 90000);
-await_that('the window is out', sub { sql(q(SELECT count(*) > 0 FROM idem.relay_status WHERE server = 'load' AND unsent_at_most > 0)) eq 't' });
+await_that('something is on its way', sub { status('load', 'in_flight > 0') eq 't' });
 my $begin = time;
 $node->stop('fast');
 cmp_ok(time - $begin, '<', 10, 'fast stop with a broker that hangs');
