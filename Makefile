@@ -74,11 +74,16 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Couriers: src/courier/NAME.c and NAME_*.c become idem-courier-NAME; schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
-COURIERS = discard http amqp
+COURIERS = discard http amqp redis nats
 courier_libs_http = libcurl >= 7.80 libcrypto
 courier_libs_amqp = librabbitmq >= 0.8 libssl libcrypto
+# hiredis has TLS in a library of its own, if at all
+courier_libs_redis = hiredis >= 0.14 $(shell pkg-config --exists hiredis_ssl && echo hiredis_ssl libssl libcrypto)
+courier_libs_nats = libnats >= 3.4
 courier_schemes_http = https
 courier_schemes_amqp = amqps
+courier_schemes_redis = rediss
+courier_schemes_nats = natss
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
@@ -90,7 +95,8 @@ PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
 	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
-	150_relay 155_replay 157_faults 160_relay_life 170_copies 190_soak
+	150_relay 155_replay 157_faults 160_relay_life 170_copies 190_soak \
+	200_redis 210_nats
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
@@ -158,7 +164,7 @@ $(DATA_built): $(SQL_PARTS) idem.control
 	cat $(SQL_PARTS) > $@.tmp && mv $@.tmp $@
 
 # PGXS builds no programs beside a module, so these are our own rules.
-COURIER_BASE = $(addprefix src/courier/,courier.o frame.o order.o address.o header.o)
+COURIER_BASE = $(addprefix src/courier/,courier.o frame.o order.o address.o header.o list.o url.o)
 COURIER_CFLAGS = -std=gnu99 -O2 -g -Wall -Wextra $(if $(WERROR),-Werror) -fPIE -fstack-protector-strong
 
 courier_found = $(wildcard src/courier/$(1).c)$(if $(courier_libs_$(1)),$(if \
