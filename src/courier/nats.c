@@ -115,8 +115,8 @@ encode(const IdemMessage *m, const char *reply, natsMsg **msg)
 {
 	const char *problem = bad_subject(m->destination);
 	Headers		h = {0};
-	char		time[24];
 	char	   *buffer = NULL;
+	const char *dedup;
 	natsStatus	s;
 
 	*msg = NULL;
@@ -125,20 +125,20 @@ encode(const IdemMessage *m, const char *reply, natsMsg **msg)
 	if ((int64_t) m->body_len > natsConnection_GetMaxPayload(nats.connection))
 		return "the message is larger than the server's max_payload";
 	s = natsMsg_Create(&h.msg, m->destination, reply, m->body, (int) m->body_len);
+
+	/* each header costs, here and in the stream: say nothing twice */
+	dedup = dedup_id(m, &buffer);
 	if (s == NATS_OK)
-		s = natsMsgHeader_Set(h.msg, "Nats-Msg-Id", dedup_id(m, &buffer));
-	free(buffer);
-	if (s == NATS_OK)
+		s = natsMsgHeader_Set(h.msg, "Nats-Msg-Id", dedup);
+	if (s == NATS_OK && dedup != m->msg_id)
 		s = natsMsgHeader_Set(h.msg, "Idem-Id", m->msg_id);
-	if (s == NATS_OK && is_value(m->topic))
+	if (s == NATS_OK && dedup != m->msg_id && is_value(m->topic))
 		s = natsMsgHeader_Set(h.msg, "Idem-Topic", m->topic);
 	if (s == NATS_OK && m->key && is_value(m->key))
 		s = natsMsgHeader_Set(h.msg, "Idem-Key", m->key);
 	if (s == NATS_OK && is_value(m->content_type))
 		s = natsMsgHeader_Set(h.msg, "Content-Type", m->content_type);
-	snprintf(time, sizeof(time), "%lld", (long long) m->enqueued_at);
-	if (s == NATS_OK)
-		s = natsMsgHeader_Set(h.msg, "Idem-Enqueued-At", time);
+	free(buffer);
 	if (s != NATS_OK)
 		problem = "the message cannot be encoded";
 	else if (m->headers && !idem_headers_each(m->headers, add_header, &h))
@@ -152,20 +152,33 @@ encode(const IdemMessage *m, const char *reply, natsMsg **msg)
 	return NULL;
 }
 
+/* The subject for answers, up to the number, and the number. */
+static const char *
+reply_to(uint64_t tag)
+{
+	static char reply[sizeof(nats.reply) + 24];
+	char		digits[24];
+	int			n = 0;
+	char	   *p = reply + nats.reply_len;
+
+	memcpy(reply, nats.reply, nats.reply_len);
+	do
+		digits[n++] = (char) ('0' + tag % 10);
+	while ((tag /= 10) > 0);
+	while (n > 0)
+		*p++ = digits[--n];
+	*p = '\0';
+	return reply;
+}
+
 /* Give a message to the library.  Returns false if the connection is no more. */
 static bool
-publish(IdemCourier *courier, IdemMessage *m)
+publish(IdemCourier *courier, IdemMessage *m, int64_t now, uint64_t begin)
 {
-	char		reply[sizeof(nats.reply) + 24];
-	uint64_t	tag = nats.next_tag;
-	int			before = natsConnection_Buffered(nats.connection);
-	int			after;
 	natsMsg    *msg;
 	natsStatus	s;
-	const char *problem;
+	const char *problem = encode(m, reply_to(nats.next_tag), &msg);
 
-	snprintf(reply, sizeof(reply), "%s%llu", nats.reply, (unsigned long long) tag);
-	problem = encode(m, reply, &msg);
 	if (problem)
 	{
 		nats_settle(courier, m, IDEM_PERMANENT, 0, problem);
@@ -195,13 +208,9 @@ publish(IdemCourier *courier, IdemMessage *m)
 			nats_settle(courier, m, IDEM_RETURNED, 0, "connection to the server lost");
 			return false;
 	}
-	after = natsConnection_Buffered(nats.connection);
-	if (after > before && before >= 0)
-		nats.appended += (uint64_t) (after - before);
-	m->tag = tag;
-	nats.next_tag++;
+	m->tag = nats.next_tag++;
 	idem_list_add(&nats.sent, m);
-	*SLOT(tag) = (Sent) {.message = m, .at = idem_courier_now(), .end = nats.appended};
+	*SLOT(m->tag) = (Sent) {.message = m, .at = now, .begin = begin};
 	return true;
 }
 
@@ -218,16 +227,18 @@ nats_pump(IdemCourier *courier)
 	}
 	while (nats.phase == PHASE_UP)
 	{
-		/* headers come to less than that, for most */
-		size_t		size = (size_t) natsConnection_Buffered(nats.connection);
+		int			before = natsConnection_Buffered(nats.connection);
+		int64_t		now = idem_courier_now();
+		size_t		size = before > 0 ? (size_t) before : 0;
 
 		while (nats.waiting.head && size < OUT_ENOUGH && !SLOT(nats.next_tag)->message)
 		{
 			IdemMessage *m = nats.waiting.head;
 
+			/* headers come to less than that, for most */
 			size += m->body_len + 200;
 			idem_list_remove(&nats.waiting, m);
-			if (!publish(courier, m))
+			if (!publish(courier, m, now, nats.written + (before > 0 ? (size_t) before : 0)))
 				return;
 		}
 		if (natsConnection_Buffered(nats.connection) <= 0)

@@ -104,10 +104,8 @@ nats_answer(IdemCourier *courier, natsMsg *answer)
 	int			len = natsMsg_GetDataLength(answer);
 	uint64_t	tag;
 	IdemMessage *m;
-	char		text[1024];
 	char		why[512];
 
-	nats.last_answer = idem_courier_now();
 	if (strncmp(subject, nats.reply, nats.reply_len) != 0)
 		return;					/* of a connection that was lost */
 	tag = strtoull(subject + nats.reply_len, NULL, 10);
@@ -123,11 +121,8 @@ nats_answer(IdemCourier *courier, natsMsg *answer)
 		blocked(courier, m, 503, why);
 		return;
 	}
-	snprintf(text, sizeof(text), "%.*s", data ? len : 0, data ? data : "");
-	if (strstr(text, "\"error\":{"))
-		refused(courier, m, text);
-	else if (strncmp(text, "{\"stream\":\"", 11) == 0 ||
-			 (text[0] == '{' && strstr(text, "\"stream\":") && strstr(text, "\"seq\":")))
+	/* what JetStream says is an object; the library has put a NUL behind it */
+	if (len > 11 && memcmp(data, "{\"stream\":\"", 11) == 0)
 	{
 		if (nats.trouble && tag > nats.trouble_tag)
 		{
@@ -136,6 +131,8 @@ nats_answer(IdemCourier *courier, natsMsg *answer)
 		}
 		nats_settle(courier, m, IDEM_DELIVERED, 0, NULL);
 	}
+	else if (len > 0 && strstr(data, "\"error\":{"))
+		refused(courier, m, data);
 	else
 	{
 		snprintf(why, sizeof(why), "what answers on subject \"%.300s\" is no stream",

@@ -434,7 +434,7 @@ nats_lose(IdemCourier *courier, IdemState state, const char *format,...)
 
 		sent->message = NULL;
 		idem_list_remove(&nats.sent, m);
-		idem_courier_outcome(courier, m, sent->end <= nats.written ? IDEM_UNKNOWN : IDEM_RETURNED,
+		idem_courier_outcome(courier, m, sent->begin < nats.written ? IDEM_UNKNOWN : IDEM_RETURNED,
 							 0, 0, "%s", why);
 	}
 	idem_list_return(courier, &nats.waiting, NULL, why);
@@ -523,6 +523,8 @@ take_answers(IdemCourier *courier)
 		box.n_answers = 0;
 	}
 	pthread_mutex_unlock(&box.lock);
+	if (n > 0)
+		nats.last_answer = idem_courier_now();
 	for (size_t i = 0; i < n; i++)
 	{
 		if (nats.phase == PHASE_UP)
@@ -559,7 +561,6 @@ look_into_box(IdemCourier *courier, int fd, short revents, void *arg)
 		nats.fd = attempt->fd;
 		snprintf(nats.reply, sizeof(nats.reply), "%s", attempt->reply);
 		nats.reply_len = strlen(nats.reply);
-		nats.appended = (uint64_t) natsConnection_Buffered(nats.connection);
 		nats.written = 0;
 		nats.phase = PHASE_UP;
 		if (!nats.trouble)

@@ -30,7 +30,7 @@ typedef struct Sent
 {
 	IdemMessage *message;
 	int64_t		at;
-	uint64_t	end;			/* where it ends in the stream of this connection */
+	uint64_t	begin;			/* it is not before this in what is written */
 } Sent;
 
 typedef struct Nats
@@ -57,8 +57,7 @@ typedef struct Nats
 	char		reply[64];		/* where answers go, up to the number */
 	size_t		reply_len;
 	int			fd;
-	uint64_t	appended;		/* bytes given to the library */
-	uint64_t	written;		/* bytes of those written */
+	uint64_t	written;		/* bytes, since the connection was made */
 	int64_t		last_answer;
 	int64_t		drain_deadline; /* or 0 */
 

@@ -88,8 +88,11 @@ sub take
 		my ($version, @lines) = split /\r\n/, MIME::Base64::decode_base64($m->{headers});
 		my %h = map { /^([^:]*): ?(.*)$/s } @lines;
 		my %known;
-		@known{qw(id topic key content_type enqueued_at dedup)} =
-		  delete @h{qw(Idem-Id Idem-Topic Idem-Key Content-Type Idem-Enqueued-At Nats-Msg-Id)};
+		@known{qw(id topic key content_type dedup)} =
+		  delete @h{qw(Idem-Id Idem-Topic Idem-Key Content-Type Nats-Msg-Id)};
+		# what is the same is not said twice
+		$known{id} //= $known{dedup};
+		$known{topic} //= $name;
 		push @got, { %known, headers => \%h, body => MIME::Base64::decode_base64($m->{body}) };
 	}
 	return @got;
