@@ -214,6 +214,7 @@ redis_pump(IdemCourier *courier)
 		return;
 	}
 
+	redis.waiting_bytes = 0;
 	while (redis.phase >= PHASE_LOGIN)
 	{
 		while (redis.phase == PHASE_UP && !redis.dying && !redis.unwritten &&
@@ -245,11 +246,17 @@ redis_pump(IdemCourier *courier)
 	redis_set_timer(courier);
 }
 
+/*
+ * What has come in is sent while more comes in: the server is another process,
+ * and so is the relay.  All three have something to do then.
+ */
 static void
 redis_message(IdemCourier *courier, IdemMessage *m)
 {
-	(void) courier;
 	idem_list_add(&redis.waiting, m);
+	redis.waiting_bytes += m->body_len + 128;
+	if (redis.waiting_bytes >= OUT_ENOUGH && redis.phase == PHASE_UP && !redis.unwritten)
+		redis_pump(courier);
 }
 
 static void

@@ -105,7 +105,7 @@ redis_hand_over(void)
 	redis.unwritten = true;
 
 	/* one large message should not keep its memory for ever */
-	if (redis.out_size > 4 * OUT_ENOUGH)
+	if (redis.out_size > 32 * OUT_ENOUGH)
 	{
 		free(redis.out);
 		redis.out = NULL;

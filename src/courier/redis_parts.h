@@ -16,7 +16,7 @@
 
 #include "courier.h"
 
-#define OUT_ENOUGH		(256 * 1024)	/* hand over about this at once */
+#define OUT_ENOUGH		(32 * 1024) /* hand over about this at once */
 
 /* How far the link is. */
 typedef enum Phase
@@ -72,6 +72,7 @@ typedef struct Redis
 
 	/* messages */
 	IdemList	waiting;		/* not encoded */
+	size_t		waiting_bytes;	/* about, since we last sent */
 	IdemList	sent;			/* given to hiredis, not answered */
 	uint64_t	next_tag;
 	uint64_t	trouble_tag;	/* the trouble reported is that up to here */

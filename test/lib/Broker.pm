@@ -9,6 +9,8 @@
 #   login()               options for a user who may just send, by {password}
 #   place($name)          make the destination $name, unless it is there
 #   empty($name)          and empty it
+#   short($name)          make the destination $name so that old messages go; returns
+#                         options of a server for that, which begin with a comma
 #   take($name, $n)       take away up to $n messages, oldest first: {id}, {topic},
 #                         {key}, {content_type}, {headers}, {body}
 #   obstacle($name)       make something of which the broker refuses messages to

@@ -1,8 +1,11 @@
 # Tests that every courier for a broker has to pass, against a real one.
 #
-#   my ($broker, $class) = BrokerTests::begin('redis');  # or skips everything
+#   my $class = BrokerTests::begin('redis');  # or skips everything
 #   BrokerTests::courier('redis');       # the courier alone, without PostgreSQL
-#   BrokerTests::relay('redis');         # from outbox_enqueue on
+#   BrokerTests::relay('redis', ...);    # from outbox_enqueue on
+#
+# Options of relay: exact => OPTIONS of the server with which nothing comes twice,
+# '' if it takes none.
 #
 # A new broker is a line in %CLASS and a class; Broker.pm says what it has.
 package BrokerTests;
@@ -348,7 +351,7 @@ sub killed
 
 sub relay
 {
-	my ($name) = @_;
+	my ($name, %more) = @_;
 	my $class = $CLASS{$name};
 	require PostgreSQL::Test::Utils;
 	my $secrets = "$work/secrets";
@@ -385,7 +388,7 @@ sub relay
 	sql(q(SELECT idem.outbox_enqueue('q.early', '{"n":  1}'::json)));
 	$await_status->('no broker: backing off', 'bus', 'state, parked, dead', 'backing off|0|0');
 	$broker->start;
-	$broker->place($_) for qw(q load lossy dead wrong);
+	$broker->place($_) for qw(q lossy dead wrong);
 	$await_status->('delivered when it is there', 'bus', 'state, sent, dead', 'running|1|0');
 	is(($take_one->('q'))[0]{body}, '{"n":  1}', 'the same bytes');
 
@@ -409,42 +412,49 @@ sub relay
 
 	# ---- broker and courier killed under load
 
-	$server->('load', 'load.*', "url '$url', password_file 'right'", 'load');
-	my $enqueued = 0;
-	my $fill = sub {
-		my ($n) = @_;
-		my ($from, $to) = ($enqueued + 1, $enqueued + $n);
-		$enqueued = $to;
-		sql(q(SELECT idem.outbox_enqueue_batch('load.x', array_agg(to_jsonb(i || ' k' || i % 7)::text), array_agg('k' || i % 7))) .
-			" FROM generate_series($from, $to) i");
+	my $load = sub {
+		my ($load, $options, $exact) = @_;
+		my $enqueued = 0;
+		my $fill = sub {
+			my ($n) = @_;
+			my ($from, $to) = ($enqueued + 1, $enqueued + $n);
+			$enqueued = $to;
+			sql("SELECT idem.outbox_enqueue_batch('$load.x', array_agg(to_jsonb(i || ' k' || i % 7)::text), array_agg('k' || i % 7))"
+				  . " FROM generate_series($from, $to) i");
+		};
+		$server->($load, "$load.*", "url '$url', password_file 'right' $options", $load);
+		$broker->place($load);
+		$fill->(10000);
+		await_that('some have arrived', sub { $status->($load, 'sent') > 500 });
+		$broker->kill9;
+		my $sent = $status->($load, 'sent');
+		$fill->(2000);
+		$await_status->('broker killed: down', $load, 'state, parked, dead', 'backing off|0|0');
+		note "killed after $sent of 10000";
+		$broker->start;
+		$await_status->('all are sent, none is dead', $load, 'state, unsent_at_most, dead', 'running|0|0');
+		my $postmaster = sql('SELECT pg_postmaster_start_time()');
+		for my $signal (qw(KILL SEGV))
+		{
+			my $pid = $status->($load, 'courier');
+			$fill->(5000);
+			ok(kill($signal, $pid), "courier gets SIG$signal under load");
+			$fill->(1000);
+			$await_status->("SIG$signal: all are sent, none is dead", $load, 'state, unsent_at_most, dead', 'running|0|0');
+			isnt($status->($load, 'courier'), $pid, "SIG$signal: by another courier");
+		}
+		is(sql('SELECT pg_postmaster_start_time()'), $postmaster, 'PostgreSQL did not notice');
+		my @got;
+		while (my @some = $broker->take($load, 1000)) { push @got, map { $_->{body} =~ /(\d+) k(\d+)/ ? [ $2, $1 ] : () } @some }
+		my %distinct = map { $_->[1] => 1 } @got;
+		is(scalar keys %distinct, $enqueued, 'nothing is lost');
+		cmp_ok(@got - $enqueued, '<=', 3000, 'no more than a window came twice for each failure');
+		is(scalar @got, $enqueued, "nothing came twice $options") if $exact;
+		note 'twice: ' . (@got - $enqueued) . ', unknown: ' . $status->($load, 'unknown');
+		ok(in_key_order(@got), 'the order of each key held');
 	};
-	$fill->(10000);
-	await_that('some have arrived', sub { $status->('load', 'sent') > 500 });
-	$broker->kill9;
-	my $sent = $status->('load', 'sent');
-	$fill->(2000);
-	$await_status->('broker killed: down', 'load', 'state, parked, dead', 'backing off|0|0');
-	note "killed after $sent of 10000";
-	$broker->start;
-	$await_status->('all are sent, none is dead', 'load', 'state, unsent_at_most, dead', 'running|0|0');
-	my $postmaster = sql('SELECT pg_postmaster_start_time()');
-	for my $signal (qw(KILL SEGV))
-	{
-		my $pid = $status->('load', 'courier');
-		$fill->(5000);
-		ok(kill($signal, $pid), "courier gets SIG$signal under load");
-		$fill->(1000);
-		$await_status->("SIG$signal: all are sent, none is dead", 'load', 'state, unsent_at_most, dead', 'running|0|0');
-		isnt($status->('load', 'courier'), $pid, "SIG$signal: by another courier");
-	}
-	is(sql('SELECT pg_postmaster_start_time()'), $postmaster, 'PostgreSQL did not notice');
-	my @got;
-	while (my @some = $broker->take('load', 1000)) { push @got, map { $_->{body} =~ /(\d+) k(\d+)/ ? [ $2, $1 ] : () } @some }
-	my %distinct = map { $_->[1] => 1 } @got;
-	is(scalar keys %distinct, $enqueued, 'nothing is lost');
-	cmp_ok(@got - $enqueued, '<=', 3000, 'no more than a window came twice for each failure');
-	note 'twice: ' . (@got - $enqueued) . ', unknown: ' . $status->('load', 'unknown');
-	ok(in_key_order(@got), 'the order of each key held');
+	$load->('load', '', defined $more{exact} && $more{exact} eq '');
+	$load->('exact', ", $more{exact}", 1) if $more{exact};
 
 	# ---- answers get lost: unknown, and sent again with the same id
 

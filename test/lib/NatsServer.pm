@@ -29,10 +29,7 @@ sub configure
 	my ($self) = @_;
 	my $tls = $self->{tls};
 	my $password = $self->{password} // 'sesame';
-	Broker::put("$self->{dir}/nats.conf", <<"CONF" . ($tls ? <<"TLS" : '') . ($self->{config} // ''));
-listen: "127.0.0.1:$self->{port}"
-max_payload: 2000000
-jetstream { store_dir: "$self->{dir}/store" }
+	my $authorization = $self->{authorization} // <<"USERS";
 authorization {
 	users = [
 		{ user: nobody, password: nobody }
@@ -41,6 +38,11 @@ authorization {
 	]
 }
 no_auth_user: nobody
+USERS
+	Broker::put("$self->{dir}/nats.conf", <<"CONF" . $authorization . ($tls ? <<"TLS" : ''));
+listen: "127.0.0.1:$self->{port}"
+max_payload: 2000000
+jetstream { store_dir: "$self->{dir}/store" }
 CONF
 tls { cert_file: "$tls->{cert}", key_file: "$tls->{key}" }
 TLS
@@ -77,6 +79,13 @@ sub ask
 }
 
 sub place { my ($self, $name) = @_; $self->ask(do => 'place', name => $name); return }
+sub short
+{
+	my ($self, $name) = @_;
+	$self->ask(do => 'stream', config => { name => $name, subjects => [$name], max_msgs => 1000 });
+	return '';
+}
+
 sub empty { my ($self, $name) = @_; $self->ask(do => 'empty', name => $name); return }
 
 sub take

@@ -24,8 +24,9 @@ sub configure
 	my $password = $self->{password} // 'sesame';
 	Broker::put("$self->{dir}/redis.conf", join "\n",
 		'bind 127.0.0.1', 'port ' . ($tls ? 0 : $self->{port}), "dir $self->{dir}",
-		'save ""', 'appendonly yes', 'appendfsync always', 'proto-max-bulk-len 2mb',
-		"user relay on >$password ~* -\@all +xadd +select",
+		'save ""', 'appendonly yes', 'appendfsync always', 'auto-aof-rewrite-min-size 64mb', 'proto-max-bulk-len 2mb',
+		"user relay on >$password ~* -\@all +xadd +select +evalsha +script|load +exists +set",
+		'user humble on >humble ~q* -@all +xadd',
 		($tls ? ("tls-port $self->{port}", "tls-cert-file $tls->{cert}",
 				"tls-key-file $tls->{key}", "tls-ca-cert-file $tls->{ca}", 'tls-auth-clients no') : ()),
 		$self->{config} // '', '');
@@ -97,6 +98,7 @@ sub entries
 }
 
 sub place { return }
+sub short { return ", maxlen '1000'" }
 sub empty { my ($self, $name) = @_; $self->cli('DEL', $name); return }
 
 sub take

@@ -52,7 +52,11 @@ async def do(port, context, what):
         if what["do"] == "take":
             return await take(js, what["name"], what["count"])
         if what["do"] == "stream":
-            return (await js.add_stream(**what["config"])).config.name
+            config = what["config"]
+            if config.pop("discard_new", False):
+                config["discard"] = nats.js.api.DiscardPolicy.NEW
+            await js.add_stream(**config)
+            return None
         raise ValueError(what["do"])
     finally:
         await nc.close()

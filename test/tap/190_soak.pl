@@ -1,5 +1,5 @@
 # Memory, descriptors and threads of the couriers and of the relay stay level,
-# however many messages have gone through: 1 million to RabbitMQ, 200,000 to
+# however many messages have gone through: 1 million to each broker, 200,000 to
 # nginx.  This takes minutes: IDEM_SOAK=1 make check TIERS=tap TESTS=190_soak
 use strict;
 use warnings;
@@ -11,6 +11,7 @@ use Time::HiRes qw(time usleep);
 use IdemCourier qw(free_port);
 use IdemRelay;
 use Idem;
+use BrokerTests ();
 use RabbitMQ;
 
 plan skip_all => 'IDEM_SOAK is not set' unless $ENV{IDEM_SOAK};
@@ -112,6 +113,24 @@ SKIP:
 	sql(q(SELECT idem.route_add('amqp.*', 'amqp', 'q')));
 	eval { soak('amqp', 1_000_000); 1 } or fail($@);
 	$broker->stop;
+}
+
+for my $name (sort keys %BrokerTests::CLASS)
+{
+	SKIP:
+	{
+		my $class = $BrokerTests::CLASS{$name};
+		require "$class.pm";
+		my $why = $class->missing;
+		skip $why, 1 if $why;
+		my $broker = $class->new(dir => "$dir/$name");
+		$broker->start;
+		my $short = $broker->short('q');
+		sql("CREATE SERVER $name FOREIGN DATA WRAPPER idem OPTIONS (url '" . $broker->url . "'$short)");
+		sql("SELECT idem.route_add('$name.*', '$name', 'q')");
+		eval { soak($name, 1_000_000); 1 } or fail($@);
+		$broker->stop;
+	}
 }
 
 $node->stop;
