@@ -225,6 +225,7 @@ nats_pump(IdemCourier *courier)
 		else
 			nats_connect(courier);
 	}
+	nats.waiting_bytes = 0;
 	while (nats.phase == PHASE_UP)
 	{
 		int			before = natsConnection_Buffered(nats.connection);
@@ -266,11 +267,14 @@ nats_set_timer(IdemCourier *courier)
 					   next > now ? next - now : 0);
 }
 
+/* What has come in is sent while more comes in. */
 static void
 nats_message(IdemCourier *courier, IdemMessage *m)
 {
-	(void) courier;
 	idem_list_add(&nats.waiting, m);
+	nats.waiting_bytes += m->body_len + 200;
+	if (nats.waiting_bytes >= SEND_ENOUGH && nats.phase == PHASE_UP)
+		nats_pump(courier);
 }
 
 static void

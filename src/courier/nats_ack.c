@@ -141,7 +141,10 @@ nats_answer(IdemCourier *courier, natsMsg *answer)
 	}
 }
 
-/* We may not publish to a subject: those messages were not stored. */
+/*
+ * We may not publish to a subject: those messages were not stored.  Or we may
+ * not hear the answers, and then nothing can be known.
+ */
 void
 nats_forbidden(IdemCourier *courier, const char *error)
 {
@@ -149,6 +152,11 @@ nats_forbidden(IdemCourier *courier, const char *error)
 	const char *end = begin ? strrchr(begin + 1, '"') : NULL;
 	size_t		len = end ? (size_t) (end - begin - 1) : 0;
 
+	if (len > 0 && strncasecmp(begin + 1, nats.reply, nats.reply_len) == 0)
+	{
+		nats_lose(courier, IDEM_STATE_BLOCKED, "%s", error);
+		return;
+	}
 	for (IdemMessage *m = nats.sent.head, *next; m; m = next)
 	{
 		next = m->next;

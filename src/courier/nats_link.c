@@ -563,8 +563,7 @@ look_into_box(IdemCourier *courier, int fd, short revents, void *arg)
 		nats.reply_len = strlen(nats.reply);
 		nats.written = 0;
 		nats.phase = PHASE_UP;
-		if (!nats.trouble)
-			idem_courier_state(courier, IDEM_STATE_UP, 0, "connected");
+		idem_courier_state(courier, IDEM_STATE_UP, 0, "connected");
 	}
 	else if (attempt)
 		nats_lose(courier, attempt->state, "%s", attempt->why);

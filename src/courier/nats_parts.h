@@ -16,6 +16,7 @@
 #include "courier.h"
 
 #define OUT_ENOUGH		(256 * 1024)	/* have the library keep about this */
+#define SEND_ENOUGH		(32 * 1024) /* send when there is so much */
 #define MAX_SENT		65536	/* messages not acknowledged; a power of two */
 
 typedef enum Phase
@@ -63,6 +64,7 @@ typedef struct Nats
 
 	/* messages */
 	IdemList	waiting;		/* not given to the library */
+	size_t		waiting_bytes;	/* about, since we last sent */
 	IdemList	sent;			/* not acknowledged, in order of tags */
 	Sent		slots[MAX_SENT];	/* of those, by tag */
 	uint64_t	next_tag;

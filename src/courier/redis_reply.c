@@ -200,9 +200,7 @@ redis_login_answer(IdemCourier *courier, const redisReply *reply)
 	if (redis.asked == 0)
 	{
 		redis.phase = PHASE_UP;
-		/* after trouble, only a delivered message proves the contrary */
-		if (!redis.trouble)
-			idem_courier_state(courier, IDEM_STATE_UP, 0, "connected");
+		idem_courier_state(courier, IDEM_STATE_UP, 0, "connected");
 	}
 	return true;
 }

@@ -126,9 +126,12 @@ redis_tls_begin(void)
 		if (SSL_set1_host(ssl, host) != 1 || SSL_set_tlsext_host_name(ssl, host) != 1)
 			abort();
 	}
-	/* hiredis frees it with the context, also if this fails */
+	/* hiredis frees it with the context, unless this fails at once */
 	SSL_up_ref(ssl);
-	return redisInitiateSSL(redis.context, ssl) == REDIS_OK;
+	if (redisInitiateSSL(redis.context, ssl) == REDIS_OK)
+		return true;
+	SSL_free(ssl);
+	return false;
 }
 
 /* Why the certificate is not accepted, or NULL. */

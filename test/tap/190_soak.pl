@@ -1,6 +1,7 @@
 # Memory, descriptors and threads of the couriers and of the relay stay level,
 # however many messages have gone through: 1 million to each broker, 200,000 to
-# nginx.  This takes minutes: IDEM_SOAK=1 make check TIERS=tap TESTS=190_soak
+# nginx.  This takes minutes: IDEM_SOAK=1 TEST_TIMEOUT=3600 make
+# check TIERS=tap TESTS=190_soak, or some of them: IDEM_SOAK="http amqp nats redis"
 use strict;
 use warnings;
 use POSIX ();
@@ -15,6 +16,7 @@ use BrokerTests ();
 use RabbitMQ;
 
 plan skip_all => 'IDEM_SOAK is not set' unless $ENV{IDEM_SOAK};
+sub wanted { my ($name) = @_; return $ENV{IDEM_SOAK} eq '1' || grep { $_ eq $name } split ' ', $ENV{IDEM_SOAK} }
 
 my $dir = PostgreSQL::Test::Utils::tempdir;
 mkdir "$dir/secrets";
@@ -75,6 +77,7 @@ sub soak
 
 SKIP:
 {
+	skip 'http is not asked for', 1 unless wanted('http');
 	my ($nginx) = grep { -x } map { "$_/nginx" } '/usr/sbin', split /:/, $ENV{PATH};
 	skip 'nginx is not installed', 1 unless $nginx;
 	my $port = free_port();
@@ -103,6 +106,7 @@ CONF
 
 SKIP:
 {
+	skip 'amqp is not asked for', 1 unless wanted('amqp');
 	my $why = RabbitMQ::missing();
 	skip $why, 1 if $why;
 	my $broker = RabbitMQ->new(dir => "$dir/rabbit");
@@ -119,6 +123,7 @@ for my $name (sort keys %BrokerTests::CLASS)
 {
 	SKIP:
 	{
+		skip "$name is not asked for", 1 unless wanted($name);
 		my $class = $BrokerTests::CLASS{$name};
 		require "$class.pm";
 		my $why = $class->missing;

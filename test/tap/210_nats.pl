@@ -57,6 +57,19 @@ $nats->ask(do => 'stream', config => { name => 'small', subjects => ['small'], m
 is(outcomes($c, message($c, to => 'small', body => 'x' x 2000), message($c, to => 'small')), '2 0', 'larger than the stream allows: permanent');
 $nats->stop;
 
+# ---- not allowed to hear the answers
+
+my $deaf = $class->new(dir => "$work/deaf", authorization => <<'CONF');
+authorization { users = [ { user: deaf, password: deaf, permissions: { publish: ">", subscribe: "mine.>" } } ] }
+CONF
+$deaf->start;
+$c = start(url => $deaf->url, user => 'deaf', password => 'deaf');
+like(outcomes($c, message($c, to => 'x')) . state($c), qr/^[45]3$/, 'no right to the inbox: blocked');
+like(reason($c), qr/Subscription/, 'with the reason');
+$c = start(url => $deaf->url, user => 'deaf', password => 'deaf', inbox_prefix => 'mine');
+is(outcomes($c, message($c, to => 'x')), '3', 'with inbox_prefix: it hears that there is no stream');
+$deaf->stop;
+
 # ---- a token
 
 my $canary = "token$$";
