@@ -59,23 +59,33 @@ reserve(size_t size)
 	return redis.out + redis.out_len;
 }
 
-/* A letter, a number, the end of the line. */
-static void
-put_number(char letter, size_t number)
+/* Write a number; returns what follows it. */
+static char *
+decimal(char *p, uint64_t number)
 {
 	char		digits[24];
-	char	   *p = reserve(sizeof(digits) + 3);
 	int			n = 0;
 
 	do
 		digits[n++] = (char) ('0' + number % 10);
 	while ((number /= 10) > 0);
-	*p++ = letter;
-	redis.out_len += (size_t) n + 3;
 	while (n > 0)
 		*p++ = digits[--n];
+	return p;
+}
+
+/* A letter, a number, the end of the line. */
+static void
+put_number(char letter, size_t number)
+{
+	char	   *p = reserve(32);
+	char	   *begin = p;
+
+	*p++ = letter;
+	p = decimal(p, number);
 	*p++ = '\r';
-	*p = '\n';
+	*p++ = '\n';
+	redis.out_len += (size_t) (p - begin);
 }
 
 static void
@@ -185,9 +195,8 @@ encode(const IdemMessage *m)
 		redis_put_arg("key");
 		redis_put_arg(m->key);
 	}
-	snprintf(time, sizeof(time), "%lld", (long long) m->enqueued_at);
 	redis_put_arg("enqueued_at");
-	redis_put_arg(time);
+	put_bytes(time, (size_t) (decimal(time, (uint64_t) m->enqueued_at) - time));
 	redis_put_arg("content_type");
 	redis_put_arg(m->content_type);
 	if (headers > 0)

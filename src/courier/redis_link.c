@@ -163,6 +163,7 @@ drink(IdemCourier *courier)
 		broken(courier);
 		return false;
 	}
+	redis.last_answer = idem_courier_now();
 	for (;;)
 	{
 		void	   *reply = NULL;

@@ -114,7 +114,6 @@ redis_answer(IdemCourier *courier, const redisReply *reply)
 	IdemMessage *m = redis.sent.head;
 	char		why[512];
 
-	redis.last_answer = idem_courier_now();
 	if (!m)
 	{
 		if (reply->type == REDIS_REPLY_ERROR)
