@@ -31,6 +31,7 @@ OBJS = \
 	src/key.o \
 	src/version.o \
 	src/digest.o \
+	src/payload.o \
 	src/outbox.o \
 	src/secret.o \
 	src/server.o \
@@ -45,6 +46,13 @@ OBJS = \
 	src/delivery.o \
 	src/segment.o \
 	src/relay_stat.o \
+	src/declared.o \
+	src/backlog.o \
+	src/store.o \
+	src/take.o \
+	src/work.o \
+	src/handler.o \
+	src/local.o \
 	src/launcher.o \
 	src/database.o \
 	src/sweep.o \
@@ -65,6 +73,7 @@ SQL_PARTS = \
 	src/log.sql \
 	src/relay.sql \
 	src/replay.sql \
+	src/work.sql \
 	src/retention.sql \
 	src/stuck.sql \
 	src/roles.sql
@@ -74,29 +83,31 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Couriers: src/courier/NAME.c and NAME_*.c become idem-courier-NAME; schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
-COURIERS = discard http amqp redis nats
+COURIERS = discard http amqp kafka nats redis
 courier_libs_http = libcurl >= 7.80 libcrypto
 courier_libs_amqp = librabbitmq >= 0.8 libssl libcrypto
+courier_libs_kafka = rdkafka >= 1.9
+courier_libs_nats = libnats >= 3.4
 # hiredis has TLS in a library of its own, if at all
 courier_libs_redis = hiredis >= 0.14 $(shell pkg-config --exists hiredis_ssl && echo hiredis_ssl libssl libcrypto)
-courier_libs_nats = libnats >= 3.4
 courier_schemes_http = https
 courier_schemes_amqp = amqps
-courier_schemes_redis = rediss
+courier_schemes_kafka = kafkas
 courier_schemes_nats = natss
+courier_schemes_redis = rediss
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
 REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
-	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
+	outbox_dedup key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
-	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
-	150_relay 155_replay 157_faults 160_relay_life 170_copies 190_soak \
-	200_redis 210_nats
+	110_courier 120_amqp 125_amqp_relay 130_server 140_http 142_kafka 143_kafka_relay \
+	145_nats 146_redis \
+	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

@@ -21,6 +21,7 @@
 #include "miscadmin.h"
 #include "utils/memutils.h"
 
+#include "clock.h"
 #include "delivery.h"
 #include "parked.h"
 #include "replay.h"
@@ -37,7 +38,6 @@
 
 /* Do not put more than this on the line at once. */
 #define MAX_ON_LINE			(4 * 1024 * 1024)
-#define MAX_PAGE			2000
 
 /* The memory of messages that were read together. */
 typedef struct DeliveryPage
@@ -108,6 +108,14 @@ idem_delivery_create(const char *name)
 	return d;
 }
 
+/* The server has another name; who renamed it has done so in our tables. */
+void
+idem_delivery_rename(IdemDelivery *d, const char *name)
+{
+	strlcpy(d->name, name, NAMEDATALEN);
+	idem_relay_stat_rename(d->stat, name);
+}
+
 void
 idem_delivery_drop(IdemDelivery *d)
 {
@@ -161,13 +169,13 @@ back_off(IdemDelivery *d, IdemServerState state, const char *reason,
 
 	/* Of the many messages that come back at once, the first decides. */
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
-		d->until > GetCurrentTimestamp() && state != IDEM_SERVER_BLOCKED)
+		d->until > idem_clock() && state != IDEM_SERVER_BLOCKED)
 		return;
 	d->backoff_ms = d->backoff_ms == 0 ? d->server->retry_min_ms :
 		(int) Min((int64) d->backoff_ms * 2, d->server->retry_max_ms);
 	ms = state == IDEM_SERVER_BLOCKED ? d->server->retry_max_ms :
 		next_backoff(d, d->backoff_ms / 2);
-	d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+	d->until = TimestampTzPlusMilliseconds(idem_clock(),
 										   Max(ms, (int) Min(retry_after_ms, 3600000)));
 	d->probing = true;
 	idem_relay_stat_error(d->stat, reason);
@@ -204,7 +212,8 @@ count_parked_key(IdemDelivery *d, uint64 hash, int n)
 static bool
 key_is_parked(IdemDelivery *d, uint64 hash)
 {
-	return hash != 0 && hash_search(d->parked_keys, &hash, HASH_FIND, NULL) != NULL;
+	return hash != 0 && hash_get_num_entries(d->parked_keys) > 0 &&
+		hash_search(d->parked_keys, &hash, HASH_FIND, NULL) != NULL;
 }
 
 /*
@@ -251,6 +260,8 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 			}
 		}
 	}
+	else
+		d->round_is_open = pos.b != 0;
 	idem_reader_init(&d->reader, &pos);
 	d->done = pos;
 	foreach(lc, idem_parked_keys(d->name))
@@ -263,12 +274,22 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 	MemoryContextSwitchTo(old);
 }
 
+/*
+ * So many messages are held in memory: those that are sent, and as many that
+ * can go out as soon as these are answered.
+ */
+static int
+most_entries(IdemDelivery *d)
+{
+	return 2 * d->server->window_messages;
+}
+
 /* Is there room for more, and is it the time for it? */
 bool
 idem_delivery_wants(IdemDelivery *d)
 {
 	return d->positioned && d->state == IDEM_SERVER_RUNNING &&
-		d->nentries < d->server->window_messages &&
+		d->nentries < most_entries(d) &&
 		d->nbytes < d->server->window_bytes;
 }
 
@@ -352,7 +373,7 @@ add_message(IdemDelivery *d, dlist_head *queue, DeliveryPage *page, IdemMessage 
 	e->parked.route = route->id;
 	e->parked.destination = idem_route_destination(route, m->topic, m->key);
 	MemoryContextSwitchTo(old);
-	if (m->deliver_at > GetCurrentTimestamp())
+	if (m->deliver_at != 0 && m->deliver_at > GetCurrentTimestamp())
 		park(d, e, IDEM_PARKED_DELAYED, m->deliver_at);
 	else if (key_is_parked(d, e->key_hash))
 		park(d, e, IDEM_PARKED_BEHIND, 0);
@@ -399,7 +420,7 @@ static List *
 read_page(IdemDelivery *d, IdemReader *reader, int max, DeliveryPage *page, IdemPosition *at)
 {
 	MemoryContext old = MemoryContextSwitchTo(page->context);
-	List	   *messages = idem_reader_page(reader, Min(MAX_PAGE, max),
+	List	   *messages = idem_reader_page(reader, Min(d->server->batch_messages, max),
 											d->server->window_bytes - d->nbytes, at);
 
 	MemoryContextSwitchTo(old);
@@ -422,7 +443,7 @@ idem_delivery_read(IdemDelivery *d, int64 newest_tick)
 		return;
 
 	page = new_page(d);
-	foreach(lc, read_page(d, &d->reader, d->server->window_messages - d->nentries, page, &at))
+	foreach(lc, read_page(d, &d->reader, most_entries(d) - d->nentries, page, &at))
 	{
 		IdemMessage *m = lfirst(lc);
 
@@ -573,20 +594,31 @@ idem_delivery_read_due(IdemDelivery *d)
 
 	page = new_page(d);
 	old = MemoryContextSwitchTo(page->context);
-	due = idem_parked_due(d->name, Min(MAX_PAGE, d->server->window_messages));
+	due = idem_parked_due(d->name, Min(d->server->batch_messages, d->server->window_messages));
 	foreach(lc, due)
 	{
 		IdemParked *parked = lfirst(lc);
-		IdemMessage *m = idem_log_message(parked->seq);
+		IdemMessage *m;
 		DeliveryEntry *e;
 
+		/* The others are still due when these are settled. */
+		if (d->nretries > 0 && d->nbytes >= d->server->window_bytes)
+			break;
+		m = idem_log_message(parked->seq);
 		if (m == NULL)
 			m = idem_kept_message(parked->seq);
 		if (m == NULL)
-			ereport(ERROR,
+		{
+			/* No other message has to suffer for that. */
+			ereport(WARNING,
 					(errcode(ERRCODE_DATA_CORRUPTED),
-					 errmsg("parked message " INT64_FORMAT " is not in the outbox",
-							parked->seq)));
+					 errmsg("idem: message " INT64_FORMAT " for server \"%s\" is not in the outbox any more",
+							parked->seq, d->name)));
+			idem_dead_letter_lost(d->name, parked);
+			if (parked->state != IDEM_PARKED_DELAYED)
+				count_parked_key(d, hash_key(parked->key), -1);
+			continue;
+		}
 		e = new_entry(d, page, m);
 		e->parked = *parked;
 		e->was_parked = parked->state != IDEM_PARKED_DELAYED;
@@ -647,7 +679,8 @@ send_entry(IdemDelivery *d, DeliveryEntry *e)
 
 	bool		suspect = e->kills >= KILLS_MEAN_SUSPECT;
 
-	if (d->ring[slot] != NULL || idem_link_pending(d->link) > MAX_ON_LINE ||
+	if (d->nsent >= d->server->window_messages ||
+		d->ring[slot] != NULL || idem_link_pending(d->link) > MAX_ON_LINE ||
 		((d->probing || d->alone || suspect) && d->nsent > 0))
 		return false;
 	d->alone = suspect;
@@ -666,7 +699,8 @@ idem_delivery_send(IdemDelivery *d)
 {
 	dlist_iter	iter;
 
-	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING)
+	if (d->link == NULL || !d->link->ready || d->state != IDEM_SERVER_RUNNING ||
+		d->replace_by != 0)
 		return;
 	dlist_foreach(iter, &d->retries)
 	{
@@ -675,12 +709,18 @@ idem_delivery_send(IdemDelivery *d)
 		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
 			return;
 	}
-	dlist_foreach(iter, &d->entries)
+	if (d->unsent == NULL && !dlist_is_empty(&d->entries))
+		d->unsent = dlist_head_node(&d->entries);
+	while (d->unsent != NULL)
 	{
-		DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
+		DeliveryEntry *e = dlist_container(DeliveryEntry, node, d->unsent);
 
 		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
 			return;
+		/* stay at the last one: more will be put behind it */
+		if (!dlist_has_next(&d->entries, d->unsent))
+			break;
+		d->unsent = dlist_next_node(&d->entries, d->unsent);
 	}
 	if (d->replaying == NULL)
 		return;
@@ -752,7 +792,9 @@ fail_attempt(IdemDelivery *d, DeliveryEntry *e, uint32 retry_after_ms)
 		park(d, e, IDEM_PARKED_BEHIND, 0);
 		return;
 	}
-	if (e->parked.attempts >= d->server->max_attempts)
+	/* Only a server that takes others can say that it is the message. */
+	if (e->parked.attempts >= d->server->max_attempts &&
+		d->has_delivered && d->failures < FAILURES_MEAN_DOWN)
 	{
 		bury(d, e);
 		return;
@@ -793,22 +835,25 @@ settle_unknown(IdemDelivery *d, DeliveryEntry *e)
 
 /* Decide what becomes of a message now that its outcome is known. */
 static void
-settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
+settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame, TimestampTz now)
 {
 	d->ring[e->ticket & d->ring_mask] = NULL;
 	d->nsent--;
+	if (frame->outcome != IDEM_DELIVERED)
+		d->unsent = NULL;		/* it may be queued again */
 
 	switch (frame->outcome)
 	{
 		case IDEM_DELIVERED:
 			e->state = ENTRY_DONE;
+			d->has_delivered = true;
 			d->failures = 0;
 			d->backoff_ms = 0;
 			d->probing = false;
 			if (d->logged[0] != '\0')
 				ereport(LOG, (errmsg("idem: server \"%s\" is up again", d->name)));
 			d->logged[0] = '\0';
-			idem_relay_stat_sent(d->stat, e->m->enqueued_at);
+			idem_relay_stat_sent(d->stat, e->m->enqueued_at, now);
 			if (d->server->keep_answer && frame->type == 'o')
 			{
 				e->answered = true;
@@ -847,7 +892,15 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 		case IDEM_UNKNOWN:
 			note_error(d, e, frame->code, frame->text);
 			settle_unknown(d, e);
-			if (d->state == IDEM_SERVER_RUNNING && e->state == ENTRY_QUEUED)
+			if (e->state != ENTRY_QUEUED || d->state != IDEM_SERVER_RUNNING)
+				break;
+			/* One that is never answered must not be all that is ever tried. */
+			if (e->was_parked || ++e->probes > MAX_PROBES)
+			{
+				d->failures++;
+				fail_attempt(d, e, frame->retry_after_ms);
+			}
+			else
 				back_off(d, IDEM_SERVER_BACKING_OFF, frame->text, frame->retry_after_ms);
 			break;
 
@@ -856,6 +909,8 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 			e->state = ENTRY_QUEUED;
 			if (e->was_parked || key_is_parked(d, e->key_hash))
 				park(d, e, IDEM_PARKED_BEHIND, 0);
+			else if (d->state == IDEM_SERVER_RUNNING && ++e->probes > MAX_PROBES)
+				back_off(d, IDEM_SERVER_BACKING_OFF, "courier returns messages and does not say why", 0);
 			break;
 	}
 }
@@ -870,6 +925,8 @@ pop_queue(IdemDelivery *d, dlist_head *queue, IdemPosition *done, bool *dirty)
 
 		if (e->state != ENTRY_DONE)
 			break;
+		if (d->unsent == &e->node)
+			d->unsent = NULL;
 		dlist_delete(&e->node);
 		d->nentries--;
 
@@ -930,6 +987,7 @@ lose_courier(IdemDelivery *d, const char *reason)
 	d->replaying ? &d->replaying->entries : NULL};
 	bool		alone = d->alone && d->nsent == 1;
 
+	d->unsent = NULL;
 	for (int i = 0; i < 3 && lists[i] != NULL; i++)
 	{
 		dlist_iter	iter;
@@ -969,10 +1027,12 @@ void
 idem_delivery_receive(IdemDelivery *d)
 {
 	IdemFrame	frame;
+	TimestampTz now;
 
 	if (d->link == NULL)
 		return;
 	idem_link_fill(d->link);
+	now = GetCurrentTimestamp();
 	while (idem_link_next(d->link, &frame))
 	{
 		DeliveryEntry *e;
@@ -985,7 +1045,7 @@ idem_delivery_receive(IdemDelivery *d)
 			case 'o':
 				e = d->ring[frame.ticket & d->ring_mask];
 				if (e != NULL && e->ticket == frame.ticket && e->state == ENTRY_SENT)
-					settle(d, e, &frame);
+					settle(d, e, &frame, now);
 				break;
 			case 's':
 				if (frame.state == IDEM_LINK_DOWN)
@@ -1100,10 +1160,25 @@ idem_delivery_recorded(IdemDelivery *d)
 	}
 }
 
-/* End the courier, if there is one; what it has not answered is sent anew. */
+/*
+ * idem_delivery_hang_up
+ *		End the courier, if there is one.
+ *
+ * What it has not answered is unknown.  If there is nothing of that kind, this
+ * is no trouble, and the next courier begins at once.
+ */
 void
 idem_delivery_hang_up(IdemDelivery *d)
 {
-	if (d->link != NULL)
-		lose_courier(d, "courier was ended");
+	if (d->link == NULL)
+		return;
+	if (d->nsent > 0)
+	{
+		lose_courier(d, "courier was ended before it had answered");
+		return;
+	}
+	idem_link_close(d->link);
+	d->link = NULL;
+	d->probing = false;
+	idem_delivery_set_state(d, d->state, d->reason);
 }

@@ -8,6 +8,7 @@
 #ifndef IDEM_DELIVERY_H
 #define IDEM_DELIVERY_H
 
+#include "access/xlogdefs.h"
 #include "lib/ilist.h"
 #include "utils/hsearch.h"
 
@@ -44,10 +45,16 @@ typedef struct IdemDelivery
 	int			backoff_ms;
 	bool		probing;		/* one at a time until one gets through */
 	int			failures;		/* in a row without a delivery between */
+	bool		has_delivered;	/* anything, since the relay was started */
 	bool		alone;			/* what is sent is suspected of killing couriers */
 	char		logged[256];	/* the trouble that the log knows of */
 
 	IdemLink   *link;			/* NULL: no courier */
+	TimestampTz replace_by;		/* 0, or when the courier goes at the latest */
+	int64		gate_tick;		/* up to which we wait for standbys, or may read */
+	XLogRecPtr	gate_lsn;		/* what they need for that */
+	bool		round_is_open;	/* the round under way may be read */
+	bool		nameless;		/* somebody else is at the server's name */
 	bool		positioned;
 	IdemReader	reader;
 	IdemPosition done;			/* all before this is settled */
@@ -56,6 +63,7 @@ typedef struct IdemDelivery
 
 	IdemReplaying *replaying;	/* or NULL */
 	dlist_head	entries;		/* in the order of the log */
+	dlist_node *unsent;			/* none before it waits to be sent; NULL: not known */
 	dlist_head	retries;		/* parked ones that are due */
 	dlist_head	settled;		/* to be written with the next record */
 	int			nentries;
@@ -72,6 +80,7 @@ typedef struct IdemDelivery
 } IdemDelivery;
 
 extern IdemDelivery *idem_delivery_create(const char *name);
+extern void idem_delivery_rename(IdemDelivery *d, const char *name);
 extern void idem_delivery_drop(IdemDelivery *d);
 extern void idem_delivery_set_state(IdemDelivery *d, IdemServerState state,
 									const char *reason);

@@ -43,6 +43,8 @@
 #include "utils/syscache.h"
 #include "utils/timestamp.h"
 
+#include "clock.h"
+#include "backlog.h"
 #include "guc.h"
 #include "input.h"
 #include "launcher.h"
@@ -59,9 +61,10 @@ static const struct
 {
 	const char *type;
 	const char *function;
-}			programs[IDEM_WORKER_KINDS] = {
+}			programs[] = {
 	[IDEM_WORKER_MAINTENANCE] = {"idem maintenance", "idem_maintenance_main"},
-	[IDEM_WORKER_RELAY] = {"idem relay", "idem_relay_main"}
+	[IDEM_WORKER_RELAY] = {"idem relay", "idem_relay_main"},
+	[IDEM_WORKER_HANDLER] = {"idem handler", "idem_handler_main"}
 };
 
 /* Why a database has no worker. */
@@ -83,6 +86,9 @@ idem_launcher_register(void)
 {
 	BackgroundWorker worker;
 
+	/* pg_upgrade starts both servers: nothing must be written or sent then. */
+	if (IsBinaryUpgrade)
+		return;
 	memset(&worker, 0, sizeof(worker));
 	strlcpy(worker.bgw_name, "idem launcher", BGW_MAXLEN);
 	strlcpy(worker.bgw_type, "idem launcher", BGW_MAXLEN);
@@ -185,12 +191,14 @@ static bool
 register_worker(Oid oid, IdemWorkerKind kind, BackgroundWorkerHandle **handle)
 {
 	BackgroundWorker worker;
+	int			program = Min(kind, IDEM_WORKER_HANDLER);
 
 	memset(&worker, 0, sizeof(worker));
-	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for database %u", programs[kind].type, oid);
-	strlcpy(worker.bgw_type, programs[kind].type, BGW_MAXLEN);
+	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for database %u", programs[program].type, oid);
+	strlcpy(worker.bgw_type, programs[program].type, BGW_MAXLEN);
 	strlcpy(worker.bgw_library_name, "idem", BGW_MAXLEN);
-	strlcpy(worker.bgw_function_name, programs[kind].function, BGW_MAXLEN);
+	strlcpy(worker.bgw_function_name, programs[program].function, BGW_MAXLEN);
+	memcpy(worker.bgw_extra, &kind, sizeof(kind));
 	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION;
 	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
 	worker.bgw_restart_time = BGW_NEVER_RESTART;	/* that is our job */
@@ -204,7 +212,7 @@ static void
 put_off(IdemWorker *worker, int ms, const char *reason)
 {
 	worker->state = IDEM_WORKER_WAITING;
-	worker->not_before = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ms);
+	worker->not_before = TimestampTzPlusMilliseconds(idem_clock(), ms);
 	strlcpy(worker->reason, reason, sizeof(worker->reason));
 }
 
@@ -245,7 +253,7 @@ notice_failed_start(IdemWorker *worker, BackgroundWorkerHandle *handle)
 		return;
 	dead = handle != NULL ?
 		GetBackgroundWorkerPid(handle, &pid) == BGWH_STOPPED :
-		TimestampDifferenceExceeds(worker->started_at, GetCurrentTimestamp(),
+		TimestampDifferenceExceeds(worker->started_at, idem_clock(),
 								   START_TIMEOUT_MS);
 	if (dead)
 	{
@@ -278,7 +286,7 @@ start_is_due(int slot, IdemWorkerKind kind)
 		notice_failed_start(&db->workers[kind], handles[slot][kind]);
 	}
 	if (waits_for_start(db, kind) &&
-		db->workers[kind].not_before <= GetCurrentTimestamp())
+		db->workers[kind].not_before <= idem_clock())
 		result = db->oid;
 	LWLockRelease(idem_workers->lock);
 	return result;
@@ -296,7 +304,10 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 		pfree(*handle);
 	*handle = NULL;
 	if (fitness == DATABASE_GONE)
+	{
 		idem_stat_forget(oid);
+		idem_backlog_forget_database(oid);
+	}
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	/* Meanwhile the slot may have become another one's. */
@@ -315,7 +326,7 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 		else
 		{
 			worker->state = IDEM_WORKER_STARTING;
-			worker->started_at = GetCurrentTimestamp();
+			worker->started_at = idem_clock();
 		}
 	}
 	LWLockRelease(idem_workers->lock);
@@ -333,7 +344,7 @@ time_to_wait(const IdemDatabase *db, IdemWorkerKind kind)
 		return 1000;
 	if (!waits_for_start(db, kind))
 		return POLL_MS;
-	return Max(10, TimestampDifferenceMilliseconds(GetCurrentTimestamp(),
+	return Max(10, TimestampDifferenceMilliseconds(idem_clock(),
 												   worker->not_before));
 }
 
@@ -380,7 +391,7 @@ look_at(Oid oid)
 {
 	static TimestampTz full_since = 0;
 	static bool warned = false;
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 	bool		ok;
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
@@ -475,6 +486,11 @@ describe_managed(const IdemDatabase *db, IdemWorkerKind kind,
 	else if (kind == IDEM_WORKER_RELAY && !db->installed)
 		*reason = first->reason[0] != '\0' ? pstrdup(first->reason) :
 			"the maintenance worker has not looked at this database yet";
+	else if (kind >= IDEM_WORKER_HANDLER && idem_handler_workers == 0)
+	{
+		*state = "off";
+		*reason = "idem.handler_workers is 0";
+	}
 	else if (worker->reason[0] != '\0')
 		*reason = pstrdup(worker->reason);
 

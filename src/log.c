@@ -22,8 +22,6 @@
 #include "access/table.h"
 #include "access/tableam.h"
 #include "access/xact.h"
-#include "catalog/pg_am.h"
-#include "catalog/pg_index.h"
 #include "catalog/pg_type.h"
 #include "executor/tuptable.h"
 #include "mb/pg_wchar.h"
@@ -41,6 +39,7 @@
 #include "log.h"
 #include "outbox.h"
 #include "statement.h"
+#include "unique.h"
 #include "wake.h"
 
 #define LAST_SEQ " COALESCE(pg_catalog.pg_sequence_last_value('idem.outbox_seq'), 0)"
@@ -104,17 +103,27 @@ find_xid(const uint64 *xids, int n, uint64 xid)
 	return low < n && xids[low] == xid;
 }
 
-/* Was a row committed at that tick? */
+/* Had this transaction committed at that tick? */
 static bool
-tick_sees(const IdemTick *tick, uint64 xid, int64 seq)
+tick_sees_xid(const IdemTick *tick, uint64 xid)
 {
-	if (tick->all)
-		return seq <= tick->seq_before;
 	if (xid < tick->xmin)
 		return true;
 	if (xid >= tick->xmax)
 		return false;
 	return !find_xid(tick->xip, tick->nxip, xid);
+}
+
+/*
+ * Was a row committed at that tick?  Transaction ids of adopted rows mean
+ * nothing here: they may be of another cluster.
+ */
+static bool
+tick_sees(const IdemTick *tick, uint64 xid, int64 seq)
+{
+	if (seq <= tick->adopted)
+		return true;
+	return !tick->all && tick_sees_xid(tick, xid);
 }
 
 /* Read xmin:xmax:xip,xip... */
@@ -161,6 +170,8 @@ tick_from_row(HeapTuple row, TupleDesc desc, MemoryContext context)
 	tick->seq_before = DatumGetInt64(SPI_getbinval(row, desc, 4, &isnull));
 	tick->seq_after = DatumGetInt64(SPI_getbinval(row, desc, 5, &isnull));
 	tick->at = DatumGetTimestampTz(SPI_getbinval(row, desc, 6, &isnull));
+	tick->adopted_id = DatumGetInt64(SPI_getbinval(row, desc, 7, &isnull));
+	tick->adopted = DatumGetInt64(SPI_getbinval(row, desc, 8, &isnull));
 	MemoryContextSwitchTo(old);
 	return tick;
 }
@@ -179,13 +190,18 @@ run_tick_query(IdemStatement *st, Datum *values)
 }
 
 #define TICK_COLUMNS "id, snapshot, xid, seq_before, seq_after, at"
+/* ... and of the newest tick up to this one that adopted everything */
+#define ADOPTED(column) " (SELECT e." column " FROM idem.outbox_tick e" \
+	" WHERE e.snapshot IS NULL AND e.id <= t.id ORDER BY e.id DESC LIMIT 1)"
+#define TICK "t.id, t.snapshot, t.xid, t.seq_before, t.seq_after, t.at," \
+	ADOPTED("id") "," ADOPTED("seq_before")
 
 /* The newest tick; NULL if there is none. */
 IdemTick *
 idem_tick_newest(void)
 {
 	static IdemStatement st = {
-		.sql = "SELECT " TICK_COLUMNS " FROM idem.outbox_tick ORDER BY id DESC LIMIT 1"
+		.sql = "SELECT " TICK " FROM idem.outbox_tick t ORDER BY t.id DESC LIMIT 1"
 	};
 
 	return run_tick_query(&st, NULL);
@@ -196,7 +212,7 @@ IdemTick *
 idem_tick_get(int64 id)
 {
 	static IdemStatement st = {
-		.sql = "SELECT " TICK_COLUMNS " FROM idem.outbox_tick WHERE id = $1",
+		.sql = "SELECT " TICK " FROM idem.outbox_tick t WHERE t.id = $1",
 		.nargs = 1,
 		.types = {INT8OID}
 	};
@@ -228,9 +244,9 @@ IdemTick *
 idem_tick_take(int64 id)
 {
 	static IdemStatement insert = {
-		.sql = "INSERT INTO idem.outbox_tick (" TICK_COLUMNS ")"
+		.sql = "INSERT INTO idem.outbox_tick AS t (" TICK_COLUMNS ")"
 		" SELECT $1, pg_catalog.pg_current_snapshot(), $2, $3,"
-		LAST_SEQ ", pg_catalog.clock_timestamp() RETURNING " TICK_COLUMNS,
+		LAST_SEQ ", pg_catalog.clock_timestamp() RETURNING " TICK,
 		.nargs = 3,
 		.types = {INT8OID, XID8OID, INT8OID}
 	};
@@ -272,13 +288,24 @@ idem_reader_init(IdemReader *reader, const IdemPosition *pos)
 	MemoryContextSwitchTo(old);
 }
 
-/* Which transactions committed between the ticks, and began before them? */
+/* Was everything that is older than tick b adopted since tick a? */
+static bool
+adopted_between(const IdemTick *a, const IdemTick *b)
+{
+	return b->adopted_id > a->id;
+}
+
+/*
+ * Which transactions committed between the ticks, and began before them?  What
+ * has been adopted meanwhile is all there, whatever has become of it.
+ */
 static void
 find_late(IdemReader *reader)
 {
 	IdemTick   *a = reader->a;
 	IdemTick   *b = reader->b;
 	uint64		above = a->xid > a->xmax ? a->xid - a->xmax : 0;
+	bool		all = adopted_between(a, b);
 
 	reader->nlate = 0;
 	reader->late = NULL;
@@ -288,12 +315,12 @@ find_late(IdemReader *reader)
 										  (a->nxip + above + 1) * sizeof(uint64));
 	for (int i = 0; i < a->nxip; i++)
 	{
-		if (tick_sees(b, a->xip[i], 0))
+		if (all || tick_sees_xid(b, a->xip[i]))
 			reader->late[reader->nlate++] = a->xip[i];
 	}
 	for (uint64 xid = a->xmax; xid < a->xid; xid++)
 	{
-		if (tick_sees(b, xid, 0))
+		if (all || tick_sees_xid(b, xid))
 			reader->late[reader->nlate++] = xid;
 	}
 }
@@ -357,35 +384,6 @@ idem_reader_stop(IdemReader *reader)
 	reader->pos.b = 0;
 }
 
-/*
- * Open the index of a segment that begins with these columns.  It is looked
- * for under the lock on the table, by what it is and not by its name.
- */
-static Relation
-open_index(Relation heap, AttrNumber first, AttrNumber second)
-{
-	ListCell   *lc;
-
-	foreach(lc, RelationGetIndexList(heap))
-	{
-		Relation	index = index_open(lfirst_oid(lc), AccessShareLock);
-		Form_pg_index form = index->rd_index;
-
-		if (form->indisvalid && index->rd_rel->relam == BTREE_AM_OID &&
-			heap_attisnull(index->rd_indextuple, Anum_pg_index_indpred, NULL) &&
-			form->indkey.values[0] == first &&
-			(second == 0 ||
-			 (form->indnkeyatts > 1 && form->indkey.values[1] == second)))
-			return index;
-		index_close(index, AccessShareLock);
-	}
-	ereport(ERROR,
-			(errcode(ERRCODE_UNDEFINED_OBJECT),
-			 errmsg("table \"idem.%s\" lacks an index that the relay needs",
-					RelationGetRelationName(heap)),
-			 errhint("Create it anew: one on (seq), one on (xid, seq).")));
-}
-
 /* Open the segments that hold anything, with the index wanted. */
 static void
 open_segments(LogPage *page, AttrNumber first, AttrNumber second)
@@ -401,7 +399,7 @@ open_segments(LogPage *page, AttrNumber first, AttrNumber second)
 			continue;
 		}
 		page->heaps[i] = heap;
-		page->indexes[i] = open_index(heap, first, second);
+		page->indexes[i] = idem_index_open(heap, first, second);
 	}
 }
 
@@ -509,7 +507,8 @@ open_phase(IdemReader *reader, LogPage *page)
 	open_segments(page, Anum_outbox_xid, Anum_outbox_seq);
 	page->scans = MemoryContextAllocHuge(CurrentMemoryContext,
 										 (Size) IDEM_SEGMENTS * reader->nlate * sizeof(LogScan));
-	seq_keys(&keys[1], 2, reader->pos.seq, reader->a->seq_before);
+	seq_keys(&keys[1], 2, Max(reader->pos.seq, reader->a->adopted),
+			 reader->a->seq_before);
 	for (int i = 0; i < IDEM_SEGMENTS; i++)
 	{
 		for (int j = 0; page->heaps[i] != NULL && j < reader->nlate; j++)
@@ -577,7 +576,11 @@ in_round(IdemReader *reader, TupleTableSlot *slot, int64 seq)
 		return true;
 	value = slot_getattr(slot, Anum_outbox_xid, &isnull);
 	xid = U64FromFullTransactionId(DatumGetFullTransactionId(value));
-	return tick_sees(reader->b, xid, seq) && !tick_sees(reader->a, xid, seq);
+	if (!tick_sees(reader->b, xid, seq))
+		return false;
+	/* What came after the adoption is new, and tick a cannot judge it. */
+	return (adopted_between(reader->a, reader->b) && seq > reader->b->adopted) ||
+		!tick_sees(reader->a, xid, seq);
 }
 
 /*

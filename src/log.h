@@ -27,6 +27,8 @@ typedef struct IdemTick
 	int64		seq_before;		/* last number given before, */
 	int64		seq_after;		/* and after the snapshot was taken */
 	TimestampTz at;
+	int64		adopted_id;		/* newest tick up to this one that sees all; 0: none */
+	int64		adopted;		/* what it sees: rows that may be from another cluster */
 	uint64	   *pending;		/* see idem_tick_is_due() */
 	int			npending;
 } IdemTick;

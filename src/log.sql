@@ -12,6 +12,7 @@ CREATE TABLE idem.outbox_tick (
 	at timestamptz NOT NULL,
 	CONSTRAINT outbox_tick_pkey PRIMARY KEY (id)
 ) USING heap;
+CREATE INDEX outbox_tick_adopted ON idem.outbox_tick (id) WHERE snapshot IS NULL;
 COMMENT ON TABLE idem.outbox_tick IS
 	'moments at which the relay looked at the outbox';
 COMMENT ON COLUMN idem.outbox_tick.snapshot IS

@@ -169,10 +169,12 @@ void
 idem_parked_promote(const char *server)
 {
 	static IdemStatement st = {
-		.sql = "UPDATE idem.relay_parked p SET state = 'retry', due = pg_catalog.clock_timestamp()"
-		" WHERE p.server = $1 AND p.state = 'behind'"
+		.sql = "UPDATE idem.relay_parked SET state = 'retry', due = pg_catalog.clock_timestamp()"
+		" WHERE ctid = ANY (ARRAY("
+		"SELECT p.ctid FROM idem.relay_parked p WHERE p.server = $1 AND p.state = 'behind'"
 		" AND NOT EXISTS (SELECT FROM idem.relay_parked b WHERE b.server = p.server"
-		" AND b.key = p.key AND b.state <> 'delayed' AND (b.seq, b.route) < (p.seq, p.route))",
+		" AND b.key = p.key AND b.state <> 'delayed' AND (b.seq, b.route) < (p.seq, p.route))"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 1,
 		.types = {TEXTOID}
 	};
@@ -421,7 +423,7 @@ idem_dead_letter_put(const char *server, const IdemMessage *m,
 	static IdemStatement st = {
 		.sql = "INSERT INTO idem.dead_letter (origin, name, msg_id, topic, key, destination,"
 		" content_type, headers, body, enqueued_at, seq, route, attempts, code, reason, first_error)"
-		" SELECT 'server', $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,"
+		" SELECT 'server', $1, $2::text, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,"
 		" coalesce((SELECT p.first_error FROM idem.relay_parked p"
 		" WHERE p.server = $1 AND p.seq = $10 AND p.route = $11), $14)",
 		.nargs = 14,
@@ -449,6 +451,33 @@ idem_dead_letter_put(const char *server, const IdemMessage *m,
 	SPI_connect();
 	idem_statement_run(&st, values, nulls);
 	SPI_finish();
+}
+
+/*
+ * Give a parked message up that is nowhere to be found: its part of the outbox
+ * was emptied by hand.  Its id is all there is to show.
+ */
+void
+idem_dead_letter_lost(const char *server, const IdemParked *parked)
+{
+	static IdemStatement st = {
+		.sql = "INSERT INTO idem.dead_letter (origin, name, msg_id, topic, key, destination,"
+		" body, enqueued_at, seq, route, attempts, reason, first_error, state)"
+		" SELECT 'server', p.server, p.msg_id, '', p.key, p.destination, '', p.parked_at, p.seq, p.route,"
+		" p.attempts, 'is not in the outbox any more', p.first_error, 'lost'"
+		" FROM idem.relay_parked p WHERE p.server = $1 AND p.seq = $2 AND p.route = $3",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	Datum		values[3];
+
+	values[0] = CStringGetTextDatum(server);
+	values[1] = Int64GetDatum(parked->seq);
+	values[2] = Int64GetDatum(parked->route);
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	SPI_finish();
+	idem_parked_remove(server, parked);
 }
 
 /* How far a server has got; false if it has never been anywhere. */
@@ -529,4 +558,21 @@ idem_position_start(int64 first_seq)
 											 SPI_tuptable->tupdesc, 1, &isnull));
 	SPI_finish();
 	return result;
+}
+
+/* Remove the records of positions that were overtaken. */
+void
+idem_position_forget(const char *server, int64 replay, int64 before)
+{
+	static IdemStatement st = {
+		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND replay = $2 AND id < $3",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	Datum		values[3] = {CStringGetTextDatum(server), Int64GetDatum(replay),
+	Int64GetDatum(before)};
+
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	SPI_finish();
 }

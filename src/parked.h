@@ -44,6 +44,7 @@ extern TimestampTz idem_parked_next_due(const char *server);
 extern void idem_dead_letter_put(const char *server, const IdemMessage *m,
 								 const IdemParked *parked, uint32 code,
 								 const char *reason);
+extern void idem_dead_letter_lost(const char *server, const IdemParked *parked);
 extern IdemMessage *idem_kept_message(int64 seq);
 extern void idem_answer_put(const char *server, const IdemParked *parked,
 							uint32 code, const char *answer);
@@ -51,6 +52,7 @@ extern bool idem_position_load(const char *server, int64 replay, IdemPosition *p
 							   int64 *id);
 extern void idem_position_record(const char *server, int64 replay,
 								 const IdemPosition *pos, int64 id);
+extern void idem_position_forget(const char *server, int64 replay, int64 before);
 extern int64 idem_position_start(int64 first_seq);
 
 #endif							/* IDEM_PARKED_H */

@@ -18,18 +18,19 @@
  */
 #include "postgres.h"
 
-#include <sys/stat.h>
-
 #include "access/xact.h"
 #include "access/xlog.h"
+#include "catalog/pg_foreign_server.h"
 #include "catalog/pg_type.h"
 #include "executor/spi.h"
+#include "foreign/foreign.h"
 #include "funcapi.h"
 #include "miscadmin.h"
 #include "pgstat.h"
 #include "postmaster/interrupt.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
+#include "storage/lock.h"
 #include "utils/builtins.h"
 #include "utils/guc.h"
 #include "utils/inval.h"
@@ -39,11 +40,13 @@
 #include "utils/syscache.h"
 
 #include "catalog.h"
+#include "clock.h"
 #include "compat.h"
 #include "delivery.h"
 #include "fault.h"
 #include "guc.h"
 #include "launcher.h"
+#include "local.h"
 #include "relay.h"
 #include "route.h"
 #include "segment.h"
@@ -81,6 +84,8 @@ static bool tick_waits = false; /* there may be news; TICK_MS is not over */
 static TimestampTz recorded_at = 0;
 static TimestampTz record_again_at = 0; /* 0: recording works */
 static XLogRecPtr newest_lsn = InvalidXLogRecPtr;
+static bool marked = false;		/* it is known where this outbox is at home */
+static bool at_home = false;
 
 /*
  * relay_notice() returns void
@@ -150,7 +155,11 @@ on_servers_changed(Datum arg pg_attribute_unused(), int cache pg_attribute_unuse
 
 /*
  * Is this database the one to which the outbox belongs?  NULL, or what is
- * different.  The first relay that finds no mark leaves its own.
+ * different.
+ *
+ * We never leave the mark ourselves: while a dump is restored we may be there
+ * before its tables have their rows, and would take it for our own.  The mark
+ * comes with the first route; so routes without a mark are not ours, either.
  */
 static char *
 away_from_home(void)
@@ -159,20 +168,15 @@ away_from_home(void)
 		.sql = "SELECT pg_catalog.concat_ws(', ',"
 		" CASE WHEN i.system_identifier <> w.system_identifier THEN 'another cluster' END,"
 		" CASE WHEN i.database <> w.database THEN 'another database' END,"
-		" CASE WHEN i.site <> w.site THEN pg_catalog.format('idem.site was \"%s\"', i.site) END)"
-		" FROM idem.relay_identity i, idem.relay_whereabouts() w"
-	};
-	static IdemStatement mark = {
-		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
-		" SELECT * FROM idem.relay_whereabouts()"
+		" CASE WHEN i.site <> w.site THEN pg_catalog.format('idem.site was \"%s\"', i.site) END) AS difference"
+		" FROM idem.relay_identity i, idem.relay_whereabouts() w ORDER BY difference DESC LIMIT 1"
 	};
 	MemoryContext caller = CurrentMemoryContext;
 	char	   *difference = NULL;
 
 	SPI_connect();
-	if (idem_statement_run(&compare, NULL, NULL) == 0)
-		idem_statement_run(&mark, NULL, NULL);
-	else
+	marked = idem_statement_run(&compare, NULL, NULL) > 0;
+	if (marked)
 	{
 		char	   *s = SPI_getvalue(SPI_tuptable->vals[0],
 									 SPI_tuptable->tupdesc, 1);
@@ -181,6 +185,7 @@ away_from_home(void)
 			difference = MemoryContextStrdup(caller, s);
 	}
 	SPI_finish();
+	at_home = marked && difference == NULL;
 	return difference;
 }
 
@@ -227,8 +232,9 @@ same_options(List *a, List *b)
 	return true;
 }
 
+/* The delivery of a server, which may have been renamed since. */
 static IdemDelivery *
-find_delivery(const char *name)
+find_delivery(IdemServer *server)
 {
 	ListCell   *lc;
 
@@ -236,7 +242,7 @@ find_delivery(const char *name)
 	{
 		IdemDelivery *d = lfirst(lc);
 
-		if (strcmp(d->name, name) == 0)
+		if (d->server->oid == server->oid)
 			return d;
 	}
 	return NULL;
@@ -247,7 +253,7 @@ static void
 give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 			const char *away, bool asked)
 {
-	IdemDelivery *d = find_delivery(server->name);
+	IdemDelivery *d = find_delivery(server);
 	MemoryContext old_context;
 	MemoryContext old;
 	bool		other = false;
@@ -261,7 +267,14 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 		MemoryContextSwitchTo(old);
 	}
 	else
+	{
 		other = !same_options(d->server->options, server->options);
+		if (strcmp(d->name, server->name) != 0)
+		{
+			idem_delivery_rename(d, server->name);
+			other = true;		/* its courier knows the old name */
+		}
+	}
 
 	old_context = d->orders_context;
 	d->server = server;
@@ -284,11 +297,13 @@ give_orders(IdemServer *server, List *all_routes, MemoryContext context,
 	if (old_context != NULL)
 		MemoryContextDelete(old_context);
 	if (other)
-		idem_delivery_hang_up(d);
+		d->replace_by = TimestampTzPlusMilliseconds(idem_clock(), DRAIN_MS);
 	idem_delivery_recount(d);
 	if (asked)
 		d->next_due = 0;		/* somebody may have parked something */
 
+	if (away == NULL && !marked && d->routes != NIL)
+		away = "this is a copy, or a dump is being restored; relay_adopt() makes it send";
 	if (away != NULL)
 		idem_delivery_set_state(d, IDEM_SERVER_HOLDING, away);
 	else if (server->error != NULL)
@@ -319,7 +334,7 @@ read_orders(bool asked)
 
 	begin_reading("reading servers and routes");
 	orders_changed = false;
-	orders_read_at = GetCurrentTimestamp();
+	orders_read_at = idem_clock();
 	away = away_from_home();
 	if (away != NULL)
 		away = psprintf("this is a copy (%s); relay_adopt() makes it send", away);
@@ -334,6 +349,25 @@ read_orders(bool asked)
 		newest_lsn = InvalidXLogRecPtr;
 
 	servers = idem_servers_load();
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+		bool		found = false;
+		ListCell   *lc2;
+
+		foreach(lc2, servers)
+			found |= ((IdemServer *) lfirst(lc2))->oid == d->server->oid;
+		if (!found)
+			gone = lappend(gone, d);
+	}
+	foreach(lc, gone)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		deliveries = list_delete_ptr(deliveries, d);
+		MemoryContextDelete(d->orders_context);
+		idem_delivery_drop(d);
+	}
 	foreach(lc, servers)
 	{
 		/* Every server has its own copy, which lives as long as its orders. */
@@ -352,26 +386,7 @@ read_orders(bool asked)
 		}
 		MemoryContextSwitchTo(old);
 	}
-
-	foreach(lc, deliveries)
-	{
-		IdemDelivery *d = lfirst(lc);
-		bool		found = false;
-		ListCell   *lc2;
-
-		foreach(lc2, servers)
-			found |= strcmp(((IdemServer *) lfirst(lc2))->name, d->name) == 0;
-		if (!found)
-			gone = lappend(gone, d);
-	}
-	foreach(lc, gone)
-	{
-		IdemDelivery *d = lfirst(lc);
-
-		deliveries = list_delete_ptr(deliveries, d);
-		MemoryContextDelete(d->orders_context);
-		idem_delivery_drop(d);
-	}
+	idem_local_orders(newest != NULL ? newest->id : 0, !at_home);
 	commit();
 }
 
@@ -390,8 +405,7 @@ carry_on(MemoryContext context)
 	RESUME_INTERRUPTS();
 	MemoryContextSwitchTo(context);
 	pgstat_report_activity(STATE_IDLE, NULL);
-	record_again_at = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
-												  RECORD_RETRY_MS);
+	record_again_at = TimestampTzPlusMilliseconds(idem_clock(), RECORD_RETRY_MS);
 }
 
 /* Look at the log again, durably; false if that did not work. */
@@ -428,7 +442,7 @@ take_tick(void)
 	tick_context = context;
 	newest = tick;
 	newest_lsn = XactLastCommitEnd;
-	ticked_at = GetCurrentTimestamp();
+	ticked_at = idem_clock();
 	return true;
 }
 
@@ -436,46 +450,58 @@ take_tick(void)
 static long
 tick_pause(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
-
-	/* a clock that was set back must not keep us waiting */
-	if (now < ticked_at)
-		return 0;
-	return TimestampDifferenceMilliseconds(now, TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
+	return TimestampDifferenceMilliseconds(idem_clock(),
+										   TimestampTzPlusMilliseconds(ticked_at, TICK_MS));
 }
 
-/* Have the standbys that this server waits for everything up to the tick? */
+/*
+ * Have the standbys that this server waits for everything up to a tick?
+ *
+ * It stays the same tick until they have: under load the newest may always be
+ * ahead of what they have.
+ *
+ * One that was promoted need not wait for itself; its name is that under which
+ * it has connected as a standby, unless somebody has chosen another.
+ */
 static bool
 gate_is_open(IdemDelivery *d)
 {
 	static IdemStatement st = {
-		.sql = "SELECT count(DISTINCT application_name) >= pg_catalog.cardinality($1) FROM pg_catalog.pg_stat_replication"
-		" WHERE application_name = ANY ($1) AND flush_lsn >= $2",
+		.sql = "SELECT pg_catalog.string_agg(n, ', ')"
+		" FROM pg_catalog.regexp_split_to_table($1, '\\s*,\\s*') n"
+		" WHERE n <> pg_catalog.current_setting('cluster_name')"
+		" AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_replication r"
+		" WHERE r.application_name = n AND r.flush_lsn >= $2)",
 		.nargs = 2,
-		.types = {TEXTARRAYOID, PG_LSNOID}
-	};
-	static IdemStatement split = {
-		.sql = "SELECT pg_catalog.regexp_split_to_array($1, '\\s*,\\s*')",
-		.nargs = 1,
-		.types = {TEXTOID}
+		.types = {TEXTOID, PG_LSNOID}
 	};
 	Datum		values[2];
-	bool		isnull;
-	bool		open;
+	char	   *missing;
+	const char *reason = "";
 
 	if (d->server->gate != IDEM_GATE_STANDBY)
+	{
+		d->gate_tick = newest->id;
 		return true;
-	if (XLogRecPtrIsInvalid(newest_lsn))
-		newest_lsn = GetXLogInsertRecPtr();
+	}
+	if (d->gate_tick <= d->reader.pos.a || XLogRecPtrIsInvalid(d->gate_lsn))
+	{
+		if (XLogRecPtrIsInvalid(newest_lsn))
+			newest_lsn = GetXLogInsertRecPtr();
+		d->gate_tick = newest->id;
+		d->gate_lsn = newest_lsn;
+	}
+	values[0] = CStringGetTextDatum(d->server->standbys);
+	values[1] = LSNGetDatum(d->gate_lsn);
 	SPI_connect();
-	values[0] = CStringGetTextDatum(d->server->standbys != NULL ? d->server->standbys : "");
-	idem_statement_run(&split, values, NULL);
-	values[0] = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
-	values[1] = LSNGetDatum(newest_lsn);
 	idem_statement_run(&st, values, NULL);
-	open = DatumGetBool(SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull));
+	missing = SPI_getvalue(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1);
+	if (missing != NULL)
+		reason = psprintf("waits until these have on disk what is to be sent: %s", missing);
+	if (strcmp(reason, d->reason) != 0)
+		idem_delivery_set_state(d, d->state, reason);
 	SPI_finish();
-	return open;
+	return missing == NULL;
 }
 
 /* Does any courier's answer wait to be written down? */
@@ -489,6 +515,27 @@ acknowledged(void)
 		if (idem_delivery_needs_record(lfirst(lc)))
 			return true;
 	}
+	return false;
+}
+
+/*
+ * May we write under the name of this server?  If so nobody renames or drops
+ * it until we have committed; whoever is just about to goes first.
+ */
+static bool
+name_is_ours(IdemDelivery *d)
+{
+	ForeignServer *server;
+	LOCKTAG		tag;
+
+	SET_LOCKTAG_OBJECT(tag, MyDatabaseId, ForeignServerRelationId, d->server->oid, 0);
+	if (LockAcquire(&tag, AccessShareLock, false, true) == LOCKACQUIRE_NOT_AVAIL)
+		return false;
+	AcceptInvalidationMessages();
+	server = GetForeignServerExtended(d->server->oid, FSV_MISSING_OK);
+	if (server != NULL && strcmp(server->servername, d->name) == 0)
+		return true;
+	orders_changed = true;
 	return false;
 }
 
@@ -511,8 +558,11 @@ record(void)
 		begin_reading("recording positions");
 		foreach(lc, deliveries)
 		{
-			if (idem_delivery_needs_record(lfirst(lc)))
-				idem_delivery_record(lfirst(lc));
+			IdemDelivery *d = lfirst(lc);
+
+			d->nameless = idem_delivery_needs_record(d) && !name_is_ours(d);
+			if (idem_delivery_needs_record(d) && !d->nameless)
+				idem_delivery_record(d);
 		}
 		IDEM_FAULT("relay-recording");
 		commit();
@@ -526,13 +576,15 @@ record(void)
 
 	if (ok)
 		IDEM_FAULT("relay-recorded");
-	recorded_at = GetCurrentTimestamp();
+	recorded_at = idem_clock();
 	if (ok)
 		record_again_at = 0;
 	foreach(lc, deliveries)
 	{
-		if (ok && idem_delivery_needs_record(lfirst(lc)))
-			idem_delivery_recorded(lfirst(lc));
+		IdemDelivery *d = lfirst(lc);
+
+		if (ok && idem_delivery_needs_record(d) && !d->nameless)
+			idem_delivery_recorded(d);
 	}
 	return ok;
 }
@@ -541,11 +593,44 @@ record(void)
 static bool
 record_is_due(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 
 	if (record_again_at != 0)
 		return now >= record_again_at;
 	return TimestampDifferenceExceeds(recorded_at, now, RECORD_MS);
+}
+
+/*
+ * When the clock was set back, what is to be tried again must not wait for it
+ * to get there once more.  Messages that a user has delayed go by the clock.
+ */
+static void
+follow_clock(void)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.relay_parked SET due = due - pg_catalog.make_interval(secs => $1)"
+		" WHERE state <> 'delayed' AND due IS NOT NULL",
+		.nargs = 1,
+		.types = {FLOAT8OID}
+	};
+	static int64 last = PG_INT64_MIN;
+	int64		ahead = GetCurrentTimestamp() - idem_clock();
+	Datum		values[1];
+	ListCell   *lc;
+
+	if (ahead + USECS_PER_SEC < last)
+	{
+		values[0] = Float8GetDatum((last - ahead) / (double) USECS_PER_SEC);
+		ereport(LOG, (errmsg("idem: the clock was set back by %.0f s", DatumGetFloat8(values[0]))));
+		begin_reading("following the clock");
+		SPI_connect();
+		idem_statement_run(&st, values, NULL);
+		SPI_finish();
+		commit();
+		foreach(lc, deliveries)
+			((IdemDelivery *) lfirst(lc))->next_due = 0;
+	}
+	last = ahead;
 }
 
 /* Start the courier of a server, if it should have one. */
@@ -553,23 +638,21 @@ static void
 start_courier(IdemDelivery *d)
 {
 	char	   *path = idem_courier_path(d->server->scheme);
-	struct stat st;
+	MemoryContext old;
 
-	if (stat(path, &st) != 0)
+	/* It was there when the server was loaded. */
+	if (path == NULL)
 	{
-		d->until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), ORDERS_MS);
+		d->until = TimestampTzPlusMilliseconds(idem_clock(), ORDERS_MS);
 		idem_delivery_set_state(d, IDEM_SERVER_BLOCKED,
-								psprintf("program idem-courier-%s is not installed",
+								psprintf("courier \"idem-courier-%s\" is not installed",
 										 d->server->scheme));
+		return;
 	}
-	else
-	{
-		MemoryContext old = MemoryContextSwitchTo(d->context);
-
-		d->link = idem_link_open(path, d->name, d->server->options);
-		MemoryContextSwitchTo(old);
-		idem_delivery_set_state(d, d->state, d->reason);
-	}
+	old = MemoryContextSwitchTo(d->context);
+	d->link = idem_link_open(path, d->name, d->server->options);
+	MemoryContextSwitchTo(old);
+	idem_delivery_set_state(d, d->state, d->reason);
 	pfree(path);
 }
 
@@ -577,8 +660,14 @@ start_courier(IdemDelivery *d)
 static void
 tend(IdemDelivery *d)
 {
+	/* Another courier is to take over: this one answers for what it has. */
+	if (d->replace_by != 0 && (d->nsent == 0 || d->replace_by <= idem_clock()))
+	{
+		d->replace_by = 0;
+		idem_delivery_hang_up(d);
+	}
 	if ((d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED) &&
-		d->until <= GetCurrentTimestamp())
+		d->until <= idem_clock())
 		idem_delivery_set_state(d, IDEM_SERVER_RUNNING, NULL);
 	if (d->state == IDEM_SERVER_RUNNING && d->link == NULL &&
 		(d->routes != NIL || d->nentries > 0))
@@ -591,7 +680,7 @@ feed(IdemDelivery *d, bool *hungry)
 {
 	bool		fed = false;
 
-	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0)
+	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0 || d->nameless)
 		return false;
 	if (!d->positioned)
 	{
@@ -623,12 +712,36 @@ feed(IdemDelivery *d, bool *hungry)
 	}
 
 	begin_reading("reading the outbox");
-	if (d->reader.b != NULL || d->reader.pos.b != 0 || gate_is_open(d))
+	if (d->round_is_open || gate_is_open(d))
 	{
-		idem_delivery_read(d, newest->id);
+		idem_delivery_read(d, d->gate_tick);
+		d->round_is_open = d->reader.pos.b != 0;
 		fed = true;
 	}
 	commit();
+	return fed;
+}
+
+/* Hand messages to consumers in this database; true if there were any. */
+static bool
+feed_local(bool *hungry)
+{
+	MemoryContext context = CurrentMemoryContext;
+	volatile bool fed = false;
+
+	if (record_again_at != 0)
+		return false;
+	PG_TRY();
+	{
+		fed = idem_local_read(newest != NULL ? newest->id : 0, hungry);
+	}
+	PG_CATCH();
+	{
+		carry_on(context);
+		idem_local_reset();
+		orders_changed = true;
+	}
+	PG_END_TRY();
 	return fed;
 }
 
@@ -647,6 +760,16 @@ publish(IdemDelivery *d)
 			d->stat->tick_at = d->reader.a->at;
 	}
 	SpinLockRelease(&d->stat->mutex);
+}
+
+/* Send what may be sent. */
+static void
+send_and_flush(IdemDelivery *d)
+{
+	if (record_again_at == 0)
+		idem_delivery_send(d);
+	if (d->link != NULL)
+		idem_link_flush(d->link);
 }
 
 /* One turn of the wheel; true if there may be more to do at once. */
@@ -668,21 +791,23 @@ turn(void)
 		IDEM_FAULT("relay-acknowledged");
 	if (record_is_due())
 		(void) record();
+	follow_clock();
 	foreach(lc, deliveries)
 	{
 		IdemDelivery *d = lfirst(lc);
 
+		/* What was read ahead goes out before we read on. */
+		send_and_flush(d);
 		busy |= feed(d, &hungry);
 		if (d->nentries > d->nsent)
 			IDEM_FAULT("relay-read");
-		if (record_again_at == 0)
-			idem_delivery_send(d);
-		if (d->link != NULL)
-			idem_link_flush(d->link);
+		send_and_flush(d);
 		if (d->nsent > 0)
 			IDEM_FAULT("relay-sent");
 		publish(d);
 	}
+
+	busy |= feed_local(&hungry);
 
 	/* While we pause, nobody needs to wake us. */
 	tick_waits = hungry && !busy && tick_pause() > 0;
@@ -707,7 +832,7 @@ turn(void)
 static long
 sleep_time(void)
 {
-	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz now = idem_clock();
 	long		ms = tick_waits ? tick_pause() : POLL_MS;
 	ListCell   *lc;
 
@@ -718,7 +843,9 @@ sleep_time(void)
 		if (d->state == IDEM_SERVER_BACKING_OFF || d->state == IDEM_SERVER_BLOCKED)
 			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->until));
 		else if (d->state == IDEM_SERVER_RUNNING && d->positioned && d->nretries == 0)
-			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->next_due));
+			ms = Min(ms, TimestampDifferenceMilliseconds(GetCurrentTimestamp(), d->next_due));
+		if (d->replace_by != 0)
+			ms = Min(ms, TimestampDifferenceMilliseconds(now, d->replace_by));
 		if (idem_delivery_needs_record(d))
 			ms = Min(ms, record_again_at != 0 ?
 					 TimestampDifferenceMilliseconds(now, record_again_at) : RECORD_MS);
@@ -761,7 +888,7 @@ wait_for_something(long ms)
 static void
 drain(void)
 {
-	TimestampTz end = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), DRAIN_MS);
+	TimestampTz end = TimestampTzPlusMilliseconds(idem_clock(), DRAIN_MS);
 	bool		waiting = true;
 	ListCell   *lc;
 
@@ -772,7 +899,7 @@ drain(void)
 		if (d->link != NULL && d->nsent > 0)
 			idem_link_quit(d->link);
 	}
-	while (waiting && GetCurrentTimestamp() < end)
+	while (waiting && idem_clock() < end)
 	{
 		waiting = false;
 		foreach(lc, deliveries)
@@ -785,9 +912,25 @@ drain(void)
 			waiting |= d->link != NULL && d->nsent > 0;
 		}
 		if (waiting)
-			wait_for_something(TimestampDifferenceMilliseconds(GetCurrentTimestamp(), end));
+			wait_for_something(TimestampDifferenceMilliseconds(idem_clock(), end));
 	}
 	(void) record();
+}
+
+/*
+ * May what nobody needs be removed?  Not from a copy, and not while a dump is
+ * being restored, of which parts are missing that need others.  An outbox
+ * that has never had a route has no mark, and must not grow for ever.
+ */
+static bool
+may_tend(void)
+{
+	static TimestampTz unmarked_since = 0;
+	TimestampTz now = idem_clock();
+
+	if (marked || unmarked_since == 0)
+		unmarked_since = now;
+	return at_home || now - unmarked_since > idem_outbox_retention * USECS_PER_SEC;
 }
 
 /* However we leave, no courier stays behind. */
@@ -829,11 +972,12 @@ serve(IdemDatabase *db)
 			orders_changed = true;
 		}
 		if (asked || orders_changed ||
-			TimestampDifferenceExceeds(orders_read_at, GetCurrentTimestamp(), ORDERS_MS))
+			TimestampDifferenceExceeds(orders_read_at, idem_clock(), ORDERS_MS))
 		{
 			read_orders(asked);
 			idem_worker_succeeded(db, IDEM_WORKER_RELAY);
-			idem_segment_tend(deliveries, newest);
+			if (may_tend())
+				idem_segment_tend(deliveries, newest);
 		}
 		if (!turn())
 			wait_for_something(sleep_time());

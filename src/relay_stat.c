@@ -115,6 +115,14 @@ idem_relay_stat_attach(const char *server)
 	return stat;
 }
 
+void
+idem_relay_stat_rename(IdemServerStat *stat, const char *server)
+{
+	SpinLockAcquire(&stat->mutex);
+	strlcpy(stat->server, server, NAMEDATALEN);
+	SpinLockRelease(&stat->mutex);
+}
+
 /* The server is gone. */
 void
 idem_relay_stat_detach(IdemServerStat *stat)
@@ -142,9 +150,8 @@ idem_relay_stat_error(IdemServerStat *stat, const char *error)
 
 /* One more has arrived. */
 void
-idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at)
+idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at, TimestampTz now)
 {
-	TimestampTz now = GetCurrentTimestamp();
 	int64		second = now / USECS_PER_SEC;
 	int64		latency = (now - enqueued_at) / 10;
 

@@ -32,6 +32,7 @@
 #include "catalog.h"
 #include "delivery.h"
 #include "guc.h"
+#include "local.h"
 #include "route.h"
 #include "segment.h"
 #include "statement.h"
@@ -48,10 +49,14 @@ typedef struct Segment
 	int64		last_seq;
 	TimestampTz first_at;
 	TimestampTz last_at;
-	uint64		last_xid;
+	uint64		last_xid;		/* of rows that were not adopted; 0: none */
 } Segment;
 
 static int	current = -1;
+
+/* The newest tick that sees all, and what it sees; see IdemTick. */
+static int64 adopted_id = 0;
+static int64 adopted = 0;
 
 static int64
 get_int64(int column)
@@ -73,10 +78,10 @@ look_into(int i, Segment *segment)
 	memset(segment, 0, sizeof(Segment));
 	segment->empty = RelationGetNumberOfBlocks(rel) == 0;
 	sql = psprintf("SELECT f.seq, f.enqueued_at, l.seq, l.enqueued_at,"
-				   " (SELECT xid FROM idem.%1$s ORDER BY xid DESC, seq DESC LIMIT 1)"
+				   " (SELECT xid FROM idem.%1$s WHERE seq > %2$lld ORDER BY xid DESC, seq DESC LIMIT 1)"
 				   " FROM (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq LIMIT 1) f,"
 				   " (SELECT seq, enqueued_at FROM idem.%1$s ORDER BY seq DESC LIMIT 1) l",
-				   name);
+				   name, (long long) adopted);
 	table_close(rel, AccessShareLock);
 	if (segment->empty)
 		return;
@@ -101,6 +106,8 @@ all_have_passed(const Segment *segment, List *deliveries)
 {
 	ListCell   *lc;
 
+	if (!idem_local_has_passed(segment->last_seq, segment->last_xid, adopted_id))
+		return false;
 	foreach(lc, deliveries)
 	{
 		IdemDelivery *d = lfirst(lc);
@@ -112,6 +119,8 @@ all_have_passed(const Segment *segment, List *deliveries)
 		if (!d->positioned || d->reader.a->id != d->done.a)
 			return false;
 		a = d->reader.a;
+		if (a->id < adopted_id)
+			return false;
 		if (a->all ? segment->last_seq > a->seq_before : segment->last_xid >= a->xmin)
 			return false;
 		foreach(lc2, d->replays)
@@ -223,18 +232,23 @@ choose_current(void)
 	idem_wake_set_segment(current);
 }
 
-/* Remove positions that were overtaken, and ticks that nobody needs. */
+/*
+ * Remove positions that were overtaken, and ticks that nobody needs.  Rows that
+ * somebody has locked, for one who renames a server, are left for next time.
+ */
 static void
 forget_old(List *deliveries)
 {
 	static IdemStatement positions = {
-		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND replay = $3 AND id < $2",
+		.sql = "DELETE FROM idem.relay_position WHERE ctid = ANY (ARRAY("
+		"SELECT ctid FROM idem.relay_position WHERE server = $1 AND replay = $3 AND id < $2"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 3,
 		.types = {TEXTOID, INT8OID, INT8OID}
 	};
 	/* One tick a second stays, to find messages by time. */
 	static IdemStatement ticks = {
-		.sql = "DELETE FROM idem.outbox_tick t WHERE t.id < $1 AND (t.at < $2"
+		.sql = "DELETE FROM idem.outbox_tick t WHERE t.id < $1 AND t.snapshot IS NOT NULL AND (t.at < $2"
 		" OR EXISTS (SELECT FROM idem.outbox_tick p WHERE p.id < t.id AND p.id >= t.id - 1000"
 		" AND pg_catalog.date_trunc('second', p.at) = pg_catalog.date_trunc('second', t.at)))"
 		" AND (t.id > $3 OR t.at < $2)",
@@ -242,16 +256,32 @@ forget_old(List *deliveries)
 		.types = {INT8OID, TIMESTAMPTZOID, INT8OID}
 	};
 	static IdemStatement kept = {
-		.sql = "DELETE FROM idem.relay_kept k"
+		.sql = "DELETE FROM idem.relay_kept k WHERE k.seq = ANY ($1)"
+		" AND NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.seq = k.seq)",
+		.nargs = 1,
+		.types = {INT8ARRAYOID}
+	};
+	/* Somebody who is parking one holds a lock on it; see dead_letter_redrive. */
+	static IdemStatement unused = {
+		.sql = "SELECT pg_catalog.array_agg(u.seq) FROM (SELECT k.seq FROM idem.relay_kept k"
 		" WHERE NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.seq = k.seq)"
+		" LIMIT 10000 FOR UPDATE OF k SKIP LOCKED) u"
+	};
+	/* One that is paused has not said here where it is. */
+	static IdemStatement behind = {
+		.sql = "SELECT pg_catalog.min(tick_a) FROM idem.relay_position WHERE server = $1",
+		.nargs = 1,
+		.types = {TEXTOID}
 	};
 	static IdemStatement answers = {
 		.sql = "DELETE FROM idem.relay_answer WHERE ctid = ANY (ARRAY("
-		"SELECT ctid FROM idem.relay_answer WHERE at < $1 ORDER BY at LIMIT 10000))",
+		"SELECT ctid FROM idem.relay_answer WHERE at < $1 ORDER BY at LIMIT 10000"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 1,
 		.types = {TIMESTAMPTZOID}
 	};
 	static int64 thinned = 0;
+	bool		none;
 	int64		needed = PG_INT64_MAX;
 	Datum		values[3];
 	ListCell   *lc;
@@ -285,9 +315,21 @@ forget_old(List *deliveries)
 					needed = Min(needed, replay->tick);
 			}
 		}
-		else if (d->routes != NIL)
-			needed = 0;
+		else
+		{
+			bool		isnull;
+			Datum		tick;
+
+			values[0] = CStringGetTextDatum(d->name);
+			idem_statement_run(&behind, values, NULL);
+			tick = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
+			if (!isnull)
+				needed = Min(needed, DatumGetInt64(tick));
+			else if (d->routes != NIL)
+				needed = 0;
+		}
 	}
+	needed = Min(needed, idem_local_forget());
 	if (needed > 0 && needed < PG_INT64_MAX)
 	{
 		values[0] = Int64GetDatum(needed);
@@ -297,7 +339,11 @@ forget_old(List *deliveries)
 		idem_statement_run(&ticks, values, NULL);
 		thinned = needed - 1;
 	}
-	idem_statement_run(&kept, NULL, NULL);
+	/* In two steps: the second sees what was parked before the first locked. */
+	idem_statement_run(&unused, NULL, NULL);
+	values[0] = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &none);
+	if (!none)
+		idem_statement_run(&kept, values, NULL);
 	values[0] = TimestampTzGetDatum(GetCurrentTimestamp() -
 									idem_outbox_retention * USECS_PER_SEC);
 	idem_statement_run(&answers, values, NULL);
@@ -316,9 +362,11 @@ static void
 remove_closed_routes(List *deliveries, IdemTick *newest)
 {
 	static IdemStatement st = {
-		.sql = "DELETE FROM idem.route r WHERE r.server = $1 AND r.last_seq <= $2"
+		.sql = "DELETE FROM idem.route WHERE ctid = ANY (ARRAY("
+		"SELECT r.ctid FROM idem.route r WHERE r.server = $1 AND r.last_seq <= $2"
 		" AND NOT EXISTS (SELECT FROM idem.relay_parked p WHERE p.server = r.server AND p.route = r.id)"
-		" AND NOT EXISTS (SELECT FROM idem.relay_replay y WHERE y.server = r.server AND y.finished_at IS NULL)",
+		" AND NOT EXISTS (SELECT FROM idem.relay_replay y WHERE y.server = r.server AND y.finished_at IS NULL)"
+		" FOR UPDATE SKIP LOCKED))",
 		.nargs = 2,
 		.types = {TEXTOID, INT8OID}
 	};
@@ -365,6 +413,8 @@ void
 idem_segment_tend(List *deliveries, IdemTick *newest)
 {
 	pgstat_report_activity(STATE_RUNNING, "tending the outbox");
+	adopted_id = newest != NULL ? newest->adopted_id : 0;
+	adopted = newest != NULL ? newest->adopted : 0;
 	choose_current();
 	for (int i = 0; i < IDEM_SEGMENTS; i++)
 	{

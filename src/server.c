@@ -79,6 +79,7 @@ typedef struct OptionDef
 
 #define HTTP "http https"
 #define AMQP "amqp amqps"
+#define KAFKA "kafka kafkas"
 #define NATS "nats natss"
 #define REDIS "redis rediss"
 #define RANGE(low, high) .min = low, .max = high
@@ -86,6 +87,7 @@ typedef struct OptionDef
 
 static const OptionDef option_defs[] = {
 	{NULL, "url", .kind = OPTION_URL, FIELD(url)},
+	{NULL, "batch_messages", .kind = OPTION_INT, RANGE(1, 100000), .private = true, FIELD(batch_messages)},
 	{NULL, "window_messages", .kind = OPTION_INT, RANGE(1, 1000000), .private = true, FIELD(window_messages)},
 	{NULL, "window_bytes", .kind = OPTION_BYTES, RANGE(1024, 1024 * 1024 * 1024), .private = true, FIELD(window_bytes)},
 	{NULL, "retry_min", .kind = OPTION_MS, RANGE(1, 24 * HOUR_MS), .private = true, FIELD(retry_min_ms)},
@@ -93,7 +95,7 @@ static const OptionDef option_defs[] = {
 	{NULL, "max_attempts", .kind = OPTION_INT, RANGE(1, INT_MAX), .private = true, FIELD(max_attempts)},
 	{NULL, "gate", .kind = OPTION_WORD, .words = "local standby", .private = true, FIELD(gate)},
 	{NULL, "standbys", .kind = OPTION_NAMES, .private = true, FIELD(standbys)},
-	{NULL, "order", .kind = OPTION_WORD, .words = "key none", .private = true, FIELD(order)},
+	{NULL, "order", .kind = OPTION_WORD, .words = "key none", FIELD(order)},
 	{NULL, "on_unknown", .kind = OPTION_WORD, .words = "resend hold", .private = true, FIELD(on_unknown)},
 	{NULL, "keep_answer", .kind = OPTION_BOOL, FIELD(keep_answer)},
 	{NULL, "public_only", .kind = OPTION_BOOL, FIELD(public_only)},
@@ -121,6 +123,15 @@ static const OptionDef option_defs[] = {
 	{HTTP " " AMQP " " NATS " " REDIS, "tls_ca_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP " " NATS " " REDIS, "tls_cert_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP " " NATS " " REDIS, "tls_key_file", .kind = OPTION_FILE},
+	{KAFKA, "user", .kind = OPTION_TEXT},
+	{KAFKA, "password_file", .kind = OPTION_FILE},
+	{KAFKA, "sasl_mechanism", .kind = OPTION_WORD, .words = "PLAIN SCRAM-SHA-256 SCRAM-SHA-512"},
+	{KAFKA, "connect_timeout_ms", .kind = OPTION_INT, RANGE(1, HOUR_MS)},
+	{KAFKA, "timeout_ms", .kind = OPTION_INT, RANGE(100, HOUR_MS)},
+	{KAFKA, "tls_ca_file", .kind = OPTION_FILE},
+	{KAFKA, "tls_cert_file", .kind = OPTION_FILE},
+	{KAFKA, "tls_key_file", .kind = OPTION_FILE},
+	{KAFKA, "kafka.", .kind = OPTION_HEADER},
 	{"discard", "delay_ms", .kind = OPTION_INT, RANGE(0, HOUR_MS)},
 	{"discard", "fail_every", .kind = OPTION_INT, RANGE(0, INT_MAX)},
 };
@@ -130,6 +141,7 @@ static const OptionDef foreign_text = {.kind = OPTION_TEXT};
 static const OptionDef foreign_file = {.kind = OPTION_FILE};
 
 static const IdemServer defaults = {
+	.batch_messages = 2000,
 	.window_messages = 1000,
 	.window_bytes = 8 * 1024 * 1024,
 	.retry_min_ms = 100,
@@ -228,6 +240,9 @@ is_clear_secret(const char *name, const char *scheme)
 {
 	if (strncmp(name, "header.", 7) == 0)
 		return word_index("authorization proxy-authorization cookie", name + 7) >= 0;
+	/* of librdkafka's: ssl.key.password, sasl.oauthbearer.client.secret, ssl.key.pem */
+	if (strncmp(name, "kafka.", 6) == 0)
+		return word_index("password secret pem", strrchr(name, '.') + 1) >= 0;
 	if (has_scheme_prefix(name, scheme))
 		name += strlen(scheme) + 1;
 	return word_index("password passwd passphrase secret token bearer api_key"
@@ -318,14 +333,14 @@ read_url(const char *url, char **scheme, Problem *problem)
 			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 						  pstrdup("url contains a password"),
 						  pstrdup("Put it into a file below idem.secrets_dir, and name that in option \"password_file\"."));
-		if (word_index(HTTP " " AMQP, *scheme) >= 0)
+		if (word_index(HTTP " " AMQP " " KAFKA, *scheme) >= 0)
 			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 						  pstrdup("url contains a user"),
 						  pstrdup("There is option \"user\" for it."));
 		len -= at + 1 - rest;
 		rest = at + 1;
 	}
-	if (len == 0 && word_index(HTTP " " AMQP, *scheme) >= 0)
+	if (len == 0 && word_index(HTTP " " AMQP " " KAFKA, *scheme) >= 0)
 		return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 					  pstrdup("url contains no host"), NULL);
 	return true;

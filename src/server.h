@@ -41,6 +41,7 @@ typedef struct IdemServer
 	char	   *name;
 	char	   *url;
 	char	   *scheme;			/* lower case */
+	int			batch_messages;
 	int			window_messages;
 	int			window_bytes;
 	int			retry_min_ms;

@@ -10,20 +10,22 @@ use PostgreSQL::Test::Utils;
 use Test::More;
 use Time::HiRes qw(usleep time);
 
-our @EXPORT = qw(install_courier sql lines bodies await await_bodies await_sql set_mode truncate_file file_server);
+our @EXPORT = qw(install_courier sql lines bodies await await_bodies await_sql set_mode truncate_file file_server courier_program);
 
-my ($node, $dir);
+my ($node, $dir, $program);
 
 # install_courier($node): put idem-courier-file where the server looks for it
 sub install_courier
 {
 	($node) = @_;
 	my ($postgres) = grep { -x } map { "$_/postgres" } split /:/, $ENV{PATH};
-	my $program = dirname($postgres) . '/idem-courier-file';
+	$program = dirname($postgres) . '/idem-courier-file';
 	copy(dirname(abs_path($0)) . '/../courier/idem-courier-file', $program) or die $!;
 	chmod 0755, $program;
-	$dir = PostgreSQL::Test::Utils::tempdir;
+	$dir //= PostgreSQL::Test::Utils::tempdir;
 }
+
+sub courier_program { return $program }
 
 # file_server($name, $options): CREATE SERVER, writing to a file of its own
 sub file_server

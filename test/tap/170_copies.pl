@@ -3,6 +3,7 @@
 # time, and the gate that waits for a standby.
 use strict;
 use warnings;
+use IPC::Run ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
@@ -19,10 +20,12 @@ sub enqueue_there
 	my ($n, $db, @bodies) = @_;
 	return there($n, $db, join ';', map { qq(SELECT idem.outbox_enqueue('orders.x', '$_'::json, key => 'k$_')) } @bodies);
 }
+# becomes(...): soon, since the relay is told to look
 sub becomes
 {
 	my ($what, $n, $db, $query, $expected) = @_;
 	local $Test::Builder::Level = $Test::Builder::Level + 1;
+	there($n, $db, 'SELECT idem.relay_notice()');
 	ok($n->poll_query_until($db, $query, $expected), $what) or diag(there($n, $db, 'SELECT * FROM idem.relay_status'));
 }
 my $holds = q(SELECT string_agg(DISTINCT state || (reason ~ 'relay_adopt'), ' ') FROM idem.relay_status);
@@ -93,23 +96,74 @@ there($node, 'fresh', 'CREATE EXTENSION idem');
 there($node, 'fresh', file_server('fresh', ''));
 there($node, 'fresh', q(SELECT idem.route_add('orders.**', 'fresh')));
 enqueue_there($node, 'fresh', '"a"', '"b"');
-is(there($node, 'fresh', 'SELECT count(*) FROM idem.relay_identity'), '0', 'no relay has run there');
+is(there($node, 'fresh', 'SELECT count(*) FROM idem.relay_position'), '0', 'no relay has run there');
 $node->command_ok([ 'pg_dump', '-Fc', '-f', "$dump.fresh", 'fresh' ], 'pg_dump');
 sql('CREATE DATABASE fresh2 TEMPLATE template0');
 $node->command_ok([ 'pg_restore', '-e', '-d', 'fresh2', "$dump.fresh" ], 'pg_restore');
 sql('ALTER SYSTEM RESET idem.relay');
 $node->reload;
 becomes('it sends', $node, 'fresh', 'SELECT state FROM idem.relay_status', 'running');
-await('what was enqueued before', sub { my %s = map { $_ => 1 } bodies('fresh'); keys %s == 2 });
+await_sorted('what was enqueued before', 'fresh', '"a"', '"b"');
+becomes('a restored one holds all the same', $node, 'fresh2', $holds, 'holdingtrue');
 enqueue_there($node, 'fresh2', '"c"');
-await('a restored one without a home is at home', sub { my %s = map { $_ => 1 } bodies('fresh'); keys %s == 3 });
-is(scalar(grep { $_ eq '"c"' } bodies('fresh')), 1, 'and sends new ones once');
-sql("DROP DATABASE $_") for qw(fresh fresh2 restored);
+there($node, 'fresh2', 'SELECT idem.relay_adopt()');
+await_sorted('adopted, it sends', 'fresh', '"a"', '"a"', '"b"', '"b"', '"c"');
+
+#
+# A relay that looks on while a dump is restored, table by table
+#
+sql('CREATE DATABASE source');
+there($node, 'source', 'CREATE EXTENSION idem');
+there($node, 'source', file_server('slow', ''));
+there($node, 'source', q(SELECT idem.route_add('orders.**', 'slow')));
+enqueue_there($node, 'source', '"permanent"');
+becomes('one is dead', $node, 'source', 'SELECT count(*) FROM idem.dead_letter', '1');
+there($node, 'source', q(SELECT idem.relay_pause('slow')));
+becomes('paused', $node, 'source', 'SELECT state FROM idem.relay_status', 'paused');
+enqueue_there($node, 'source', '"old1"', '"old2"');
+# so old that they are kept only because they were not sent
+there($node, 'source', q(UPDATE idem.outbox_0 SET enqueued_at = enqueued_at - interval '2 days'));
+there($node, 'source', q(SELECT idem.dead_letter_redrive(ARRAY[1])));
+is(there($node, 'source', 'SELECT count(*) FROM idem.relay_kept'), '1', 'one is kept apart');
+there($node, 'source', q(DELETE FROM idem.relay_paused));
+$node->command_ok([ 'pg_dump', '-Fc', '-f', "$dump.slow", 'source' ], 'pg_dump');
+sql('DROP DATABASE source');
+truncate_file('slow');
+my ($list, $err) = ('', '');
+IPC::Run::run([ 'pg_restore', '-l', "$dump.slow" ], '>', \$list, '2>', \$err) or die $err;
+my @entries = grep { /^\d/ } split /\n/, $list;
+my $late_ones = qr/TABLE DATA idem (relay_identity|relay_parked|relay_position|route) /;
+sub restore
+{
+	my ($what, @list) = @_;
+	append_to_file("$dump.list.$what", join '', map { "$_\n" } @list);
+	$node->command_ok([ 'pg_restore', '-e', '-d', 'slow', '-L', "$dump.list.$what", "$dump.slow" ], "restored: $what");
+	# its relay takes a turn, and another
+	for (1 .. 2)
+	{
+		my $now = there($node, 'slow', 'SELECT idem.relay_notice(); SELECT clock_timestamp()');
+		ok($node->poll_query_until('slow', "SELECT xact_start IS NULL AND query_start > '$now' FROM pg_stat_activity, idem.relay_worker() w WHERE w.pid = pg_stat_activity.pid"), 'it has looked');
+	}
+}
+sql('CREATE DATABASE slow TEMPLATE template0');
+restore('first part', grep { $_ !~ $late_ones } @entries);
+restore('routes', grep { /TABLE DATA idem route / } @entries);
+is(there($node, 'slow', $holds), 'holdingtrue', 'it holds already');
+restore($_, do { my $t = $_; grep { /TABLE DATA idem $t / } @entries }) for qw(relay_parked relay_position relay_identity);
+is(there($node, 'slow', $holds), 'holdingtrue', 'and still');
+is(sorted('slow'), '', 'it has sent nothing');
+is(there($node, 'slow', 'SELECT count(*) FROM idem.outbox'), '3', 'and removed nothing');
+is(there($node, 'slow', 'SELECT count(*) FROM idem.relay_kept'), '1', 'nor what was kept apart');
+there($node, 'slow', 'SELECT idem.relay_adopt()');
+await_sorted('adopted, it sends', 'slow', '"old1"', '"old2"');
+becomes('all of it', $node, 'slow', 'SELECT count(*) FROM idem.dead_letter', '2');
+sql("DROP DATABASE $_") for qw(fresh fresh2 restored slow);
 
 #
 # A template
 #
 truncate_file('bus');
+sql(q(COMMIT PREPARED 'open'));
 $node->safe_psql('template1', 'CREATE DATABASE copy TEMPLATE postgres');
 there($node, 'copy', q(SELECT idem.relay_resume('bus')));
 becomes('a copy of a template holds', $node, 'copy', $holds, 'holdingtrue');
@@ -117,9 +171,7 @@ is(sorted('bus'), '', 'it sends nothing');
 sql('DROP DATABASE copy');
 await_sql('the original waits for its resumption', 'SELECT state FROM idem.relay_status', 'paused');
 sql(q(SELECT idem.relay_resume('bus')));
-await_sorted('and goes on', 'bus', '"pending1"', '"pending2"');
-sql(q(COMMIT PREPARED 'open'));
-await_sorted('with what was prepared', 'bus', '"pending1"', '"pending2"', '"open"');
+await_sorted('and goes on, with what was prepared', 'bus', '"pending1"', '"pending2"', '"open"');
 
 #
 # A physical copy under another site
@@ -197,8 +249,19 @@ truncate_file('bus');
 enqueue_there($node, 'postgres', '"g1"', '"g2"');
 await_sorted('an ungated server gets it at once', 'bus', '"g1"', '"g2"');
 is(sorted('gated'), '', 'a gated one waits for the standby');
+await_sql('and says so', q(SELECT state, reason FROM idem.relay_status WHERE server = 'gated'), 'running|waits until these have on disk what is to be sent: second');
+# the very first message of a database
+sql('CREATE DATABASE first');
+there($node, 'first', 'CREATE EXTENSION idem');
+there($node, 'first', file_server('first', '') =~ s/\)$/, gate 'standby', standbys 'second')/r);
+there($node, 'first', q(SELECT idem.route_add('orders.**', 'first')));
+enqueue_there($node, 'first', '"first"');
+ok($node->poll_query_until('first', q(SELECT reason ~ 'waits until' FROM idem.relay_status)), 'the first message of all waits, too');
+is(sorted('first'), '', 'it is not sent');
 kill CONT => $frozen;
+await_sorted('the first one is sent', 'first', '"first"');
 await_sorted('and gets it when that has it', 'gated', '"g1"', '"g2"');
+await_sql('which it says, too', q(SELECT state, reason IS NULL FROM idem.relay_status WHERE server = 'gated'), 'running|t');
 
 $frozen = freeze();
 enqueue_there($node, 'postgres', '"g3"');
@@ -227,8 +290,8 @@ $frozen = freeze();
 sql(q(SELECT idem.outbox_enqueue('orders.x', to_json('ghost' || i)) FROM generate_series(1, 50) i));
 await('ghosts at the ungated server', sub { 50 == grep { /ghost/ } bodies('bus') });
 crash($node);
-kill KILL => $frozen;    # a server process of the standby, which starts anew
-$standby->poll_query_until('postgres', 'SELECT pg_is_in_recovery()');
+crash($standby);    # with the process that is frozen
+$standby->start;
 $standby->promote;
 becomes('a promoted standby goes on unaided', $standby, 'postgres', q(SELECT string_agg(DISTINCT state, ' ') FROM idem.relay_status), 'running');
 enqueue_there($standby, 'postgres', '"promoted"');

@@ -1,7 +1,7 @@
 # Memory, descriptors and threads of the couriers and of the relay stay level,
 # however many messages have gone through: 1 million to each broker, 200,000 to
 # nginx.  This takes minutes: IDEM_SOAK=1 TEST_TIMEOUT=3600 make
-# check TIERS=tap TESTS=190_soak, or some of them: IDEM_SOAK="http amqp nats redis"
+# check TIERS=tap TESTS=190_soak, or some of them: IDEM_SOAK="http amqp kafka nats redis"
 use strict;
 use warnings;
 use POSIX ();
@@ -12,7 +12,8 @@ use Time::HiRes qw(time usleep);
 use IdemCourier qw(free_port);
 use IdemRelay;
 use Idem;
-use BrokerTests ();
+use BrokerTable ();
+use Kafka;
 use RabbitMQ;
 
 plan skip_all => 'IDEM_SOAK is not set' unless $ENV{IDEM_SOAK};
@@ -119,12 +120,26 @@ SKIP:
 	$broker->stop;
 }
 
-for my $name (sort keys %BrokerTests::CLASS)
+SKIP:
+{
+	skip 'kafka is not asked for', 1 unless wanted('kafka');
+	my $why = Kafka::missing() // Kafka::missing_tools();
+	skip $why, 1 if $why;
+	my $broker = Kafka->new(dir => "$dir/kafka");
+	$broker->start;
+	$broker->create('q', 3, 'segment.bytes' => 20_000_000, 'retention.bytes' => 20_000_000);
+	sql("CREATE SERVER kafka FOREIGN DATA WRAPPER idem OPTIONS (url 'kafka://$broker->{servers}')");
+	sql(q(SELECT idem.route_add('kafka.*', 'kafka', 'q')));
+	eval { soak('kafka', 1_000_000); 1 } or fail($@);
+	$broker->stop;
+}
+
+for my $name (sort keys %BrokerTable::CLASS)
 {
 	SKIP:
 	{
 		skip "$name is not asked for", 1 unless wanted($name);
-		my $class = $BrokerTests::CLASS{$name};
+		my $class = $BrokerTable::CLASS{$name};
 		require "$class.pm";
 		my $why = $class->missing;
 		skip $why, 1 if $why;

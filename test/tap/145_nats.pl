@@ -6,19 +6,16 @@ use MIME::Base64 ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
-use BrokerTests;
+use BrokerTable;
+use BrokerTests qw(message outcomes reason state_of text);
 use IdemRelay;
 
-my $class = BrokerTests::begin('nats');
-BrokerTests::courier('nats');
+my $class = BrokerTable::begin('nats');
+BrokerTable::courier('nats');
 
-*start = \&BrokerTests::start;
-*message = \&BrokerTests::message;
-*outcomes = \&BrokerTests::outcomes;
-*state = \&BrokerTests::state;
-*reason = \&BrokerTests::reason;
+sub start { return BrokerTests::courier(@_) }
 
-my $work = "$BrokerTests::work";
+my $work = "$BrokerTable::work";
 my $nats = $class->new(dir => "$work/own");
 $nats->start;
 my $c = start(url => $nats->url, $nats->login);
@@ -48,10 +45,10 @@ is(outcomes($c, message($c, to => 'two')), '0', 'the stream is still there');
 
 is(outcomes($c, message($c, to => 'forbidden'), message($c, to => 'two')) =~ s/5$/0/r, '3 0', 'a subject we may not publish to: blocked');
 ok((grep { $_->{state} == 3 && $_->{text} =~ /Permissions Violation.*forbidden/i } @{ $c->{states} }), 'with the reason');
-is(outcomes($c, message($c, to => 'two')) . state($c), '01', 'others go on');
+is(outcomes($c, message($c, to => 'two')) . state_of($c), '01', 'others go on');
 $nats->ask(do => 'stream', config => { name => 'full', subjects => ['full'], max_msgs => 1, discard_new => JSON::PP::true });
 is(outcomes($c, message($c, to => 'full')), '0', 'room for one');
-is(outcomes($c, message($c, to => 'full')) . state($c), '52', 'full: returned and down, so that no message is blamed for it');
+is(outcomes($c, message($c, to => 'full')) . state_of($c), '52', 'full: returned and down, so that no message is blamed for it');
 like(reason($c), qr/"full".*maximum messages/, 'with the reason');
 $nats->ask(do => 'stream', config => { name => 'small', subjects => ['small'], max_msg_size => 1000 });
 is(outcomes($c, message($c, to => 'small', body => 'x' x 2000), message($c, to => 'small')), '2 0', 'larger than the stream allows: permanent');
@@ -64,7 +61,7 @@ authorization { users = [ { user: deaf, password: deaf, permissions: { publish: 
 CONF
 $deaf->start;
 $c = start(url => $deaf->url, user => 'deaf', password => 'deaf');
-like(outcomes($c, message($c, to => 'x')) . state($c), qr/^[45]3$/, 'no right to the inbox: blocked');
+like(outcomes($c, message($c, to => 'x')) . state_of($c), qr/^[45]3$/, 'no right to the inbox: blocked');
 like(reason($c), qr/Subscription/, 'with the reason');
 $c = start(url => $deaf->url, user => 'deaf', password => 'deaf', inbox_prefix => 'mine');
 is(outcomes($c, message($c, to => 'x')), '3', 'with inbox_prefix: it hears that there is no stream');
@@ -79,7 +76,7 @@ $c = start(url => $token->url, token => $canary);
 is(outcomes($c, message($c, to => 'x')), '3', 'a token: let in');
 like(reason($c), qr/no stream/, 'though there is no stream');
 $c = start(url => $token->url, token => "$canary-not");
-is(outcomes($c, message($c, to => 'x')) . state($c), '53', 'a wrong token: blocked');
+is(outcomes($c, message($c, to => 'x')) . state_of($c), '53', 'a wrong token: blocked');
 unlike(reason($c), qr/$canary/, 'which is not told');
 $token->stop;
 
@@ -110,8 +107,8 @@ sub key_pair
 	run_openssl("pkey -in $work/$name.pem -outform DER -out $work/$name.der");
 	run_openssl("pkey -in $work/$name.pem -pubout -outform DER -out $work/$name.pub");
 	return { file => "$work/$name.pem",
-		public => spell(chr($prefix) . substr(BrokerTests::slurp("$work/$name.pub"), -32)),
-		seed => spell(chr(0x90 | $prefix >> 5) . chr(($prefix & 31) << 3) . substr(BrokerTests::slurp("$work/$name.der"), -32)) };
+		public => spell(chr($prefix) . substr(BrokerTable::slurp("$work/$name.pub"), -32)),
+		seed => spell(chr(0x90 | $prefix >> 5) . chr(($prefix & 31) << 3) . substr(BrokerTable::slurp("$work/$name.der"), -32)) };
 }
 
 sub jwt
@@ -123,7 +120,7 @@ sub jwt
 		nats => { version => 2, %claims } };
 	Broker::put("$work/to_sign", $text);
 	run_openssl("pkeyutl -sign -rawin -inkey $issuer->{file} -in $work/to_sign -out $work/signature");
-	return "$text." . base64url(BrokerTests::slurp("$work/signature"));
+	return "$text." . base64url(BrokerTable::slurp("$work/signature"));
 }
 
 my ($operator, $system, $account, $user, $stranger) =
@@ -148,11 +145,11 @@ $c = start(url => $trusting->url, creds => creds($user->{seed}));
 is(outcomes($c, message($c, to => 'x')), '3', 'credentials: let in');
 like(reason($c), qr/no stream/, 'though there is no stream');
 $c = start(url => $trusting->url, creds => creds($stranger->{seed}));
-is(outcomes($c, message($c, to => 'x')) . state($c), '53', 'credentials with the key of somebody else: blocked');
+is(outcomes($c, message($c, to => 'x')) . state_of($c), '53', 'credentials with the key of somebody else: blocked');
 unlike(reason($c), qr/$stranger->{seed}/, 'which is not told');
 $c = start(url => $trusting->url);
-is(outcomes($c, message($c, to => 'x')) . state($c), '53', 'no credentials: blocked');
+is(outcomes($c, message($c, to => 'x')) . state_of($c), '53', 'no credentials: blocked');
 $trusting->stop;
 
-BrokerTests::relay('nats', exact => '');
+BrokerTable::relay('nats', exact => '');
 done_testing();

@@ -4,19 +4,16 @@ use warnings;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
-use BrokerTests;
+use BrokerTable;
+use BrokerTests qw(message outcomes reason state_of text);
 use IdemRelay;
 
-my $class = BrokerTests::begin('redis');
-BrokerTests::courier('redis');
+my $class = BrokerTable::begin('redis');
+BrokerTable::courier('redis');
 
-*start = \&BrokerTests::start;
-*message = \&BrokerTests::message;
-*outcomes = \&BrokerTests::outcomes;
-*state = \&BrokerTests::state;
-*reason = \&BrokerTests::reason;
+sub start { return BrokerTests::courier(@_) }
 
-my $redis = $class->new(dir => "$BrokerTests::work/own");
+my $redis = $class->new(dir => "$BrokerTable::work/own");
 $redis->start;
 sub length_of { my ($n) = $redis->cli('XLEN', $_[0]) =~ /(\d+)/; return $n }
 
@@ -30,16 +27,16 @@ is(outcomes($c, message($c, to => 'third')), '0', 'database 3: delivered');
 is(length_of('third'), 0, 'not in database 0');
 like($redis->cli('-n', 3, 'XLEN', 'third'), qr/1/, 'but in 3');
 $c = start(url => $redis->url . '/999');
-is(outcomes($c, message($c)) . state($c), '53', 'a database that is not there: blocked');
+is(outcomes($c, message($c)) . state_of($c), '53', 'a database that is not there: blocked');
 
 # ---- what a user may not do
 
 $c = start(url => $redis->url, user => 'humble', password => 'humble');
 is(outcomes($c, message($c)), '0', 'a user who may do nothing but XADD');
-is(outcomes($c, message($c, to => 'other')) . state($c), '33', 'but not to that stream: blocked');
+is(outcomes($c, message($c, to => 'other')) . state_of($c), '33', 'but not to that stream: blocked');
 like(reason($c), qr/"other".*NOPERM/, 'with the reason');
 $c = start(url => $redis->url, user => 'humble', password => 'humble', dedup_seconds => 60);
-is(outcomes($c, message($c)) . state($c), '53', 'nor use scripts: blocked');
+is(outcomes($c, message($c)) . state_of($c), '53', 'nor use scripts: blocked');
 
 # ---- Redis takes nothing for a while: nothing is blamed on the messages
 
@@ -52,11 +49,11 @@ for my $case ([ 'OOM', [qw(CONFIG SET maxmemory 1)], [qw(CONFIG SET maxmemory 0)
 	$redis->cli(@$on);
 	my @sent = map { message($c, key => $code) } 1 .. 3;
 	is(outcomes($c, @sent), '5 5 5', "$code: returned");
-	is(state($c), 2, "$code: down");
+	is(state_of($c), 2, "$code: down");
 	like(join('', map { $_->{text} } @{ $c->{states} }), qr/$code/, "$code: says so");
 	$redis->cli(@$off);
 	Broker::await($code, sub { outcomes($c, message($c)) eq '0' });
-	is(state($c), 1, "$code: up when it is over");
+	is(state_of($c), 1, "$code: up when it is over");
 }
 
 # ---- nothing twice
@@ -78,7 +75,7 @@ like($redis->cli('GET', "idem:once:$ids[0]"), qr/"\Q$entry->{entry}\E"/, 'dedup:
 my ($ttl) = $redis->cli('TTL', "idem:once:$ids[0]") =~ /(\d+)/;
 ok($ttl > 500 && $ttl <= 600, 'dedup: and expires');
 $redis->cli('SCRIPT', 'FLUSH');
-is(outcomes($c, message($c, to => 'once')) . state($c), '52', 'dedup: script gone, connects again');
+is(outcomes($c, message($c, to => 'once')) . state_of($c), '52', 'dedup: script gone, connects again');
 is(outcomes($c, message($c, to => 'once')), '0', 'dedup: and loads it');
 is(length_of('once'), 5, 'dedup: nothing is lost or doubled by that');
 $redis->cli('SET', 'nostream', 'x');
@@ -88,5 +85,5 @@ $redis->cli('DEL', 'nostream');
 is(outcomes($c, message($c, to => 'nostream', id => $id)) . length_of('nostream'), '01', 'dedup: a failure is not remembered as done');
 $redis->stop;
 
-BrokerTests::relay('redis', exact => "dedup_seconds '600'");
+BrokerTable::relay('redis', exact => "dedup_seconds '600'");
 done_testing();
