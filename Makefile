@@ -83,13 +83,18 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Couriers: src/courier/NAME.c and NAME_*.c become idem-courier-NAME; schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
-COURIERS = discard http amqp kafka
+COURIERS = discard http amqp kafka nats redis
 courier_libs_http = libcurl >= 7.80 libcrypto
 courier_libs_amqp = librabbitmq >= 0.8 libssl libcrypto
 courier_libs_kafka = rdkafka >= 1.9
+courier_libs_nats = libnats >= 3.4
+# hiredis has TLS in a library of its own, if at all
+courier_libs_redis = hiredis >= 0.14 $(shell pkg-config --exists hiredis_ssl && echo hiredis_ssl libssl libcrypto)
 courier_schemes_http = https
 courier_schemes_amqp = amqps
 courier_schemes_kafka = kafkas
+courier_schemes_nats = natss
+courier_schemes_redis = rediss
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
@@ -101,6 +106,7 @@ PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
 	110_courier 120_amqp 125_amqp_relay 130_server 140_http 142_kafka 143_kafka_relay \
+	145_nats 146_redis \
 	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade
 
 ISOLATION_OPTS = --inputdir=test/isolation
@@ -169,7 +175,7 @@ $(DATA_built): $(SQL_PARTS) idem.control
 	cat $(SQL_PARTS) > $@.tmp && mv $@.tmp $@
 
 # PGXS builds no programs beside a module, so these are our own rules.
-COURIER_BASE = $(addprefix src/courier/,courier.o frame.o order.o address.o header.o)
+COURIER_BASE = $(addprefix src/courier/,courier.o frame.o order.o address.o header.o list.o url.o)
 COURIER_CFLAGS = -std=gnu99 -O2 -g -Wall -Wextra $(if $(WERROR),-Werror) -fPIE -fstack-protector-strong
 
 courier_found = $(wildcard src/courier/$(1).c)$(if $(courier_libs_$(1)),$(if \

@@ -80,6 +80,8 @@ typedef struct OptionDef
 #define HTTP "http https"
 #define AMQP "amqp amqps"
 #define KAFKA "kafka kafkas"
+#define NATS "nats natss"
+#define REDIS "redis rediss"
 #define RANGE(low, high) .min = low, .max = high
 #define FIELD(field) .offset = offsetof(IdemServer, field)
 
@@ -100,10 +102,10 @@ static const OptionDef option_defs[] = {
 
 	{HTTP, "method", .kind = OPTION_WORD, .words = "POST PUT PATCH"},
 	{HTTP, "connections", .kind = OPTION_INT, RANGE(1, 1000)},
-	{HTTP, "timeout_ms", .kind = OPTION_INT, RANGE(1, 24 * HOUR_MS)},
-	{HTTP " " AMQP, "connect_timeout_ms", .kind = OPTION_INT, RANGE(1, HOUR_MS)},
-	{HTTP " " AMQP, "user", .kind = OPTION_TEXT},
-	{HTTP " " AMQP, "password_file", .kind = OPTION_FILE},
+	{HTTP " " NATS " " REDIS, "timeout_ms", .kind = OPTION_INT, RANGE(1, 24 * HOUR_MS)},
+	{HTTP " " AMQP " " NATS " " REDIS, "connect_timeout_ms", .kind = OPTION_INT, RANGE(1, HOUR_MS)},
+	{HTTP " " AMQP " " NATS " " REDIS, "user", .kind = OPTION_TEXT},
+	{HTTP " " AMQP " " NATS " " REDIS, "password_file", .kind = OPTION_FILE},
 	{HTTP, "bearer_file", .kind = OPTION_FILE},
 	{HTTP, "signing_key_file", .kind = OPTION_FILE},
 	{HTTP, "cloudevents", .kind = OPTION_WORD, .words = "off binary"},
@@ -111,10 +113,16 @@ static const OptionDef option_defs[] = {
 	{AMQP, "exchange", .kind = OPTION_TEXT},
 	{AMQP, "routing_key", .kind = OPTION_TEXT},
 	{AMQP, "on_unroutable", .kind = OPTION_WORD, .words = "block dead"},
-	{AMQP, "heartbeat", .kind = OPTION_INT, RANGE(0, 3600)},
-	{HTTP " " AMQP, "tls_ca_file", .kind = OPTION_FILE},
-	{HTTP " " AMQP, "tls_cert_file", .kind = OPTION_FILE},
-	{HTTP " " AMQP, "tls_key_file", .kind = OPTION_FILE},
+	{AMQP " " NATS, "heartbeat", .kind = OPTION_INT, RANGE(0, 3600)},
+	{NATS, "token_file", .kind = OPTION_FILE},
+	{NATS, "creds_file", .kind = OPTION_FILE},
+	{NATS, "inbox_prefix", .kind = OPTION_TEXT},
+	{REDIS, "maxlen", .kind = OPTION_INT, RANGE(0, INT_MAX)},
+	{REDIS, "maxlen_exact", .kind = OPTION_BOOL},
+	{REDIS, "dedup_seconds", .kind = OPTION_INT, RANGE(0, INT_MAX)},
+	{HTTP " " AMQP " " NATS " " REDIS, "tls_ca_file", .kind = OPTION_FILE},
+	{HTTP " " AMQP " " NATS " " REDIS, "tls_cert_file", .kind = OPTION_FILE},
+	{HTTP " " AMQP " " NATS " " REDIS, "tls_key_file", .kind = OPTION_FILE},
 	{KAFKA, "user", .kind = OPTION_TEXT},
 	{KAFKA, "password_file", .kind = OPTION_FILE},
 	{KAFKA, "sasl_mechanism", .kind = OPTION_WORD, .words = "PLAIN SCRAM-SHA-256 SCRAM-SHA-512"},

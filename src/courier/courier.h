@@ -231,6 +231,36 @@ extern int	idem_address_dial(const char *host, const char *port,
 							  char *why, size_t why_size);
 
 /*
+ * Lists (list.c), by way of prev and next.  return: those with this key, or all
+ * if it is NULL, were never sent: after the failure of one before them, say.
+ */
+typedef struct IdemList
+{
+	IdemMessage *head;
+	IdemMessage *tail;
+} IdemList;
+
+extern void idem_list_add(IdemList *list, IdemMessage *message);
+extern void idem_list_remove(IdemList *list, IdemMessage *message);
+extern void idem_list_return(IdemCourier *courier, IdemList *list,
+							 const char *key, const char *why);
+
+/*
+ * Urls (url.c).  Reads option "url": one of two schemes, a host, a port or the
+ * one given, a path without its first slash.  Returns false if it has refused it.
+ */
+typedef struct IdemUrl
+{
+	bool		tls;			/* the second scheme */
+	char	   *host;
+	char		port[8];
+	char	   *path;
+} IdemUrl;
+
+extern bool idem_url_read(IdemCourier *courier, const char *plain,
+						  const char *secure, int port, IdemUrl *url);
+
+/*
  * Headers (header.c).  Calls back for each member of a JSON object (NULL is an
  * empty one), until the callback returns false.  Strings come unescaped;
  * numbers, true, false, arrays and objects as the text they are; null is

@@ -103,6 +103,69 @@ part_broker_http() {
 
 before_http() { :; }
 
+# free_port: one that nobody uses now
+free_port() {
+	perl -MIO::Socket::INET -e 'print IO::Socket::INET->new(LocalAddr => "127.0.0.1", Listen => 1)->sockport'
+}
+
+# broker_start DIR PORT COMMAND...: in the background, as $broker; it ends with
+# us.  False if it does not listen.
+broker_start() {
+	local dir=$1 port=$2 deadline=$((SECONDS + 60))
+	shift 2
+	setpriv --pdeathsig TERM -- "$@" </dev/null >"$dir/out" 2>&1 &
+	broker=$!
+	until (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; do
+		kill -0 $broker 2>/dev/null || return 1
+		[ $SECONDS -lt $deadline ] || return 1
+		sleep 0.1
+	done
+}
+
+part_broker_redis() {
+	local dir=$WORK/redis-server port broker BROKER_MESSAGES=500000
+	command -v redis-server >/dev/null || {
+		measured skip broker_redis "redis-server is not installed"
+		return
+	}
+	mkdir -p "$dir"
+	port=$(free_port)
+	if ! broker_start "$dir" "$port" redis-server --bind 127.0.0.1 --port "$port" --dir "$dir" --save ''; then
+		measured skip broker_redis "Redis does not run: $(tail -n 1 "$dir/out")"
+		return
+	fi
+	cc -O2 -o "$WORK/raw_redis" "$SRC/test/bench/raw_redis.c" -lhiredis
+	broker_cluster redis "redis://127.0.0.1:$port" "" bench
+	broker_turns redis "$WORK/raw_redis" 127.0.0.1 "$port" bench $BROKER_MESSAGES $BODY $BROKER_WINDOW
+	cluster_stop redis
+	kill $broker
+	wait $broker || true
+}
+
+before_redis() { redis-cli -p "$port" FLUSHALL SYNC >/dev/null; }
+
+part_broker_nats() {
+	local dir=$WORK/nats-server port broker server BROKER_MESSAGES=500000
+	server=$(PATH=$PATH:/usr/sbin command -v nats-server) || {
+		measured skip broker_nats "nats-server is not installed"
+		return
+	}
+	mkdir -p "$dir"
+	port=$(free_port)
+	if ! broker_start "$dir" "$port" "$server" -a 127.0.0.1 -p "$port" -js -sd "$dir/store"; then
+		measured skip broker_nats "nats-server does not run: $(tail -n 1 "$dir/out")"
+		return
+	fi
+	cc -O2 -o "$WORK/raw_nats" "$SRC/test/bench/raw_nats.c" -lnats
+	broker_cluster nats "nats://127.0.0.1:$port" "" bench
+	broker_turns nats "$WORK/raw_nats" "nats://127.0.0.1:$port" bench $BROKER_MESSAGES $BODY $BROKER_WINDOW
+	cluster_stop nats
+	kill $broker
+	wait $broker || true
+}
+
+before_nats() { "$WORK/raw_nats" "nats://127.0.0.1:$port" bench 0 0 1; }
+
 part_broker_kafka() {
 	local dir=$WORK/kafka-bench pid servers BROKER_MESSAGES=500000
 	mkdir -p "$dir"

@@ -1,6 +1,7 @@
 # Memory, descriptors and threads of the couriers and of the relay stay level,
-# however many messages have gone through: 1 million to RabbitMQ and to
-# Kafka, 200,000 to nginx.  This takes minutes: IDEM_SOAK=1 make check TIERS=tap TESTS=190_soak
+# however many messages have gone through: 1 million to each broker, 200,000 to
+# nginx.  This takes minutes: IDEM_SOAK=1 TEST_TIMEOUT=3600 make
+# check TIERS=tap TESTS=190_soak, or some of them: IDEM_SOAK="http amqp kafka nats redis"
 use strict;
 use warnings;
 use POSIX ();
@@ -11,10 +12,12 @@ use Time::HiRes qw(time usleep);
 use IdemCourier qw(free_port);
 use IdemRelay;
 use Idem;
+use BrokerTable ();
 use Kafka;
 use RabbitMQ;
 
 plan skip_all => 'IDEM_SOAK is not set' unless $ENV{IDEM_SOAK};
+sub wanted { my ($name) = @_; return $ENV{IDEM_SOAK} eq '1' || grep { $_ eq $name } split ' ', $ENV{IDEM_SOAK} }
 
 my $dir = PostgreSQL::Test::Utils::tempdir;
 mkdir "$dir/secrets";
@@ -75,6 +78,7 @@ sub soak
 
 SKIP:
 {
+	skip 'http is not asked for', 1 unless wanted('http');
 	my ($nginx) = grep { -x } map { "$_/nginx" } '/usr/sbin', split /:/, $ENV{PATH};
 	skip 'nginx is not installed', 1 unless $nginx;
 	my $port = free_port();
@@ -103,6 +107,7 @@ CONF
 
 SKIP:
 {
+	skip 'amqp is not asked for', 1 unless wanted('amqp');
 	my $why = RabbitMQ::missing();
 	skip $why, 1 if $why;
 	my $broker = RabbitMQ->new(dir => "$dir/rabbit");
@@ -117,6 +122,7 @@ SKIP:
 
 SKIP:
 {
+	skip 'kafka is not asked for', 1 unless wanted('kafka');
 	my $why = Kafka::missing() // Kafka::missing_tools();
 	skip $why, 1 if $why;
 	my $broker = Kafka->new(dir => "$dir/kafka");
@@ -126,6 +132,25 @@ SKIP:
 	sql(q(SELECT idem.route_add('kafka.*', 'kafka', 'q')));
 	eval { soak('kafka', 1_000_000); 1 } or fail($@);
 	$broker->stop;
+}
+
+for my $name (sort keys %BrokerTable::CLASS)
+{
+	SKIP:
+	{
+		skip "$name is not asked for", 1 unless wanted($name);
+		my $class = $BrokerTable::CLASS{$name};
+		require "$class.pm";
+		my $why = $class->missing;
+		skip $why, 1 if $why;
+		my $broker = $class->new(dir => "$dir/$name");
+		$broker->start;
+		my $short = $broker->short('q');
+		sql("CREATE SERVER $name FOREIGN DATA WRAPPER idem OPTIONS (url '" . $broker->url . "'$short)");
+		sql("SELECT idem.route_add('$name.*', '$name', 'q')");
+		eval { soak($name, 1_000_000); 1 } or fail($@);
+		$broker->stop;
+	}
 }
 
 $node->stop;
