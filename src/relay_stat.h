@@ -54,6 +54,6 @@ extern void idem_relay_stat_startup(void);
 extern IdemServerStat *idem_relay_stat_attach(const char *server);
 extern void idem_relay_stat_detach(IdemServerStat *stat);
 extern void idem_relay_stat_error(IdemServerStat *stat, const char *error);
-extern void idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at);
+extern void idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at, TimestampTz now);
 
 #endif							/* IDEM_RELAY_STAT_H */

@@ -38,9 +38,7 @@ broker_turns() {
 # broker_cluster NAME URL OPTIONS DESTINATION: with one server of that name
 broker_cluster() {
 	relay_cluster "$1"
-	sql -c "SELECT idem.route_drop(id, true) FROM idem.routes" -c "DROP SERVER bin" \
-		-c "CREATE SERVER $1 FOREIGN DATA WRAPPER idem OPTIONS (url '$2'$3)" \
-		-c "SELECT idem.route_add('orders.**', '$1', '$4')" >/dev/null
+	only_server "$@"
 }
 
 part_broker_amqp() {

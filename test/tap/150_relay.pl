@@ -203,6 +203,7 @@ sub in_order
 ok(in_order(), 'the first deliveries of each key are in order');
 
 # The courier inherits nothing.
+await_sql('there is a courier again', 'SELECT courier IS NOT NULL FROM idem.relay_status', 't');
 my $courier = sql('SELECT courier FROM idem.relay_status');
 is(join(' ', sort { $a <=> $b } grep { /^\d+$/ && $_ != 4 } map { basename($_) } glob("/proc/$courier/fd/*")), '0 1 2 3', 'descriptors of the courier')
   or diag(`ls -l /proc/$courier/fd`);
