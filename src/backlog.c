@@ -24,6 +24,8 @@
 #include "postgres.h"
 
 #include "access/xact.h"
+#include "catalog/pg_control.h"
+#include "common/controldata_utils.h"
 #include "lib/ilist.h"
 #include "miscadmin.h"
 #include "storage/ipc.h"
@@ -34,7 +36,6 @@
 
 #include "backlog.h"
 #include "guc.h"
-#include "stat.h"
 #include "wake.h"
 #include "worker.h"
 
@@ -114,7 +115,19 @@ idem_backlog_request(void)
 	RequestNamedLWLockTranche("idem_backlog", 1);
 }
 
-/* Called after the counters have been read: they know how the server ended. */
+/* Did the server end in good order?  This is the postmaster, before recovery. */
+static bool
+ended_well(void)
+{
+	bool		crc_ok;
+	ControlFileData *control = get_controlfile(DataDir, &crc_ok);
+	bool		result = crc_ok && (control->state == DB_SHUTDOWNED ||
+									control->state == DB_SHUTDOWNED_IN_RECOVERY);
+
+	pfree(control);
+	return result;
+}
+
 void
 idem_backlog_startup(void)
 {
@@ -129,7 +142,7 @@ idem_backlog_startup(void)
 		shared->nplaces = idem_max_consumers;
 		for (int i = 0; i < shared->nplaces; i++)
 			SpinLockInit(&shared->places[i].mutex);
-		if (!idem_stat_ended_well())
+		if (!ended_well())
 			shared->cautious_until = GetCurrentTimestamp() + CAUTION_USECS;
 	}
 	LWLockRelease(AddinShmemInitLock);

@@ -234,11 +234,11 @@ idem_tick_get(int64 id)
  * idem_tick_take
  *		Take a tick, and write it down under this number.
  *
- * Caller has started a transaction, without a snapshot yet, and commits it
- * synchronously: when that commit is on disk, so is everything that the tick
- * sees.  The order of the four steps is what all reading rests on.  A writer
- * takes its transaction id before its number, so one with an id above ours
- * has a number above seq_before.
+ * Caller has started a transaction, without a snapshot yet, and commits it:
+ * when that commit is on disk, so is everything that the tick sees.  The order
+ * of the four steps is what all reading rests on.  A writer takes its
+ * transaction id before its number, so one with an id above ours has a number
+ * above seq_before.
  */
 IdemTick *
 idem_tick_take(int64 id)
@@ -263,7 +263,6 @@ idem_tick_take(int64 id)
 	PushActiveSnapshot(GetTransactionSnapshot());
 	tick = run_tick_query(&insert, values);
 	PopActiveSnapshot();
-	ForceSyncCommit();
 	return tick;
 }
 

@@ -59,8 +59,9 @@
 #define ORDERS_MS		5000
 
 /*
- * Looking at the log costs a flush of WAL, for which committers wait in line.
- * So under load we look no more often than this; what is alone is seen at once.
+ * Looking at the log for servers costs a flush of WAL, for which committers wait
+ * in line.  So under load we look no more often than this; what is alone is seen
+ * at once.
  */
 #define TICK_MS			10
 
@@ -347,6 +348,12 @@ read_orders(bool asked)
 	/* One that somebody else has written is further on in the log than ours. */
 	if (newest == NULL || newest->id != known)
 		newest_lsn = InvalidXLogRecPtr;
+	if (newest != NULL && newest->id != known)
+	{
+		/* Is it on disk?  When we have committed, it is. */
+		(void) GetCurrentTransactionId();
+		ForceSyncCommit();
+	}
 
 	servers = idem_servers_load();
 	foreach(lc, deliveries)
@@ -408,7 +415,7 @@ carry_on(MemoryContext context)
 	record_again_at = TimestampTzPlusMilliseconds(idem_clock(), RECORD_RETRY_MS);
 }
 
-/* Look at the log again, durably; false if that did not work. */
+/* Look at the log again; false if that did not work. */
 static bool
 take_tick(void)
 {
@@ -682,6 +689,9 @@ feed(IdemDelivery *d, bool *hungry)
 
 	if (d->state != IDEM_SERVER_RUNNING || record_again_at != 0 || d->nameless)
 		return false;
+	/* What is sent must be here after a crash, too. */
+	if (!XLogRecPtrIsInvalid(newest_lsn))
+		XLogFlush(newest_lsn);
 	if (!d->positioned)
 	{
 		begin_reading("finding a position");

@@ -73,7 +73,6 @@ typedef struct IdemStatShared
 {
 	LWLock	   *lock;			/* protects the hash and the generation */
 	pg_atomic_uint32 generation;	/* grows when entries are removed */
-	bool		ended_well;		/* the file said so */
 	IdemStatEntry other[IDEM_STAT_KINDS];		/* what did not fit, per kind */
 } IdemStatShared;
 
@@ -161,7 +160,6 @@ read_figures(void)
 		header.magic == STAT_MAGIC && header.record_size == sizeof(record) &&
 		file_is_sound(file, header.nrecords))
 	{
-		shared->ended_well = true;
 		while (header.nrecords-- > 0 &&
 			   fread(&record, sizeof(record), 1, file) == 1)
 		{
@@ -273,13 +271,6 @@ idem_stat_startup(void)
 
 	if (!IsUnderPostmaster)
 		on_shmem_exit(write_figures, (Datum) 0);
-}
-
-/* Did the server end in good order, rather than by a crash? */
-bool
-idem_stat_ended_well(void)
-{
-	return shared->ended_well;
 }
 
 /*

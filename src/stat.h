@@ -54,7 +54,6 @@ typedef struct IdemStat
 extern void idem_stat_request(void);
 extern void idem_stat_startup(void);
 extern void idem_stat_forget(Oid database);
-extern bool idem_stat_ended_well(void);
 extern void idem_stat_count_from(IdemStat *stat, IdemStatKind kind, const char *name,
 								 const char *type, const char *source,
 								 IdemStatColumn column, uint64 n);

@@ -387,9 +387,12 @@ take_parked(const IdemDeclared *c, int max, TimestampTz *next_due)
 	List	   *taken = NIL;
 
 	idem_backlog_look(&look, c->id, IDEM_MARK_DUE);
+	*next_due = look.from;
+	if (*next_due > now)
+		return NIL;
 	*next_due = first_due(c, look.from);
 	if (!IsolationUsesXactSnapshot())
-		idem_backlog_looked(&look, IDEM_MARK_DUE, Min(*next_due, now));
+		idem_backlog_looked(&look, IDEM_MARK_DUE, *next_due);
 	if (*next_due > now)
 		return NIL;
 
