@@ -91,7 +91,7 @@ courier_schemes_amqp = amqps
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
-REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
+REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay work
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
 	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable

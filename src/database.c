@@ -265,8 +265,9 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		   QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
-	bool		commits_prepared = IsA(stmt, TransactionStmt) &&
-		((TransactionStmt *) stmt)->kind == TRANS_STMT_COMMIT_PREPARED;
+	bool		ends_prepared = IsA(stmt, TransactionStmt) &&
+		(((TransactionStmt *) stmt)->kind == TRANS_STMT_COMMIT_PREPARED ||
+		 ((TransactionStmt *) stmt)->kind == TRANS_STMT_ROLLBACK_PREPARED);
 
 	if (idem_workers != NULL && context != PROCESS_UTILITY_SUBCOMMAND)
 	{
@@ -287,7 +288,7 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 	if (IsA(stmt, CreateExtensionStmt) &&
 		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
 		extension_changed = true;
-	if (commits_prepared)
+	if (ends_prepared)
 	{
 		idem_wake_now();
 		idem_backlog_unknown();

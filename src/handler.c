@@ -246,7 +246,7 @@ run(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *ending
 	if (!t->isnull[Anum_message_headers - 1])
 		trace = idem_payload_trace_of(idem_taken_text(t, Anum_message_headers));
 	idem_payload_trace = trace;
-	idem_backlog_set_handled(&t->claim);
+	idem_backlog_set_handled(c->id, t->seq, &t->claim);
 
 	BeginInternalSubTransaction(NULL);
 	MemoryContextSwitchTo(message_context);
@@ -272,7 +272,7 @@ run(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *ending
 	PG_END_TRY();
 	MemoryContextSwitchTo(message_context);
 	CurrentResourceOwner = resources;
-	idem_backlog_set_handled(NULL);
+	idem_backlog_set_handled(0, 0, NULL);
 	idem_payload_trace = NULL;
 }
 
@@ -469,6 +469,8 @@ process(int32 consumer, IdemBacklog *b)
 static void
 carry_on(IdemBacklog *b)
 {
+	int			sqlstate = geterrcode();
+
 	MemoryContextSwitchTo(message_context);
 	HOLD_INTERRUPTS();
 	disable_timeout(STATEMENT_TIMEOUT, false);
@@ -478,11 +480,13 @@ carry_on(IdemBacklog *b)
 	AbortCurrentTransaction();
 	RESUME_INTERRUPTS();
 	MemoryContextSwitchTo(message_context);
-	idem_backlog_set_handled(NULL);
+	idem_backlog_set_handled(0, 0, NULL);
 	idem_payload_trace = NULL;
 	pgstat_report_activity(STATE_IDLE, NULL);
 	if (running_seq != 0)
-		idem_backlog_lose(running_consumer, running_seq);
+		idem_backlog_give_back(running_consumer, running_seq, sqlstate);
+	else
+		idem_backlog_unknown();
 	running_seq = 0;
 	idem_backlog_set_due(b, GetCurrentTimestamp() + USECS_PER_SEC);
 }
