@@ -94,7 +94,8 @@ courier_schemes_amqp = amqps
 REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay work
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
-	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
+	key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable \
+	work_key work_skip work_late work_redrive
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
