@@ -98,10 +98,11 @@ courier_schemes_redis = rediss
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
-REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay
+REGRESS = inbox_claim inbox_alone input consumer key version server route outbox relay work
 ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 	claim_deadlock claim_batch claim_consumer claim_purge consumer_retention \
-	outbox_dedup key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable
+	outbox_dedup key_race key_lease key_wait key_snapshot version_race version_next version_reset serializable \
+	work_key work_skip work_late work_redrive
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \

@@ -41,6 +41,9 @@
 
 #define MAX_LOST		1024
 
+/* So many of the times that a mark was taken down are remembered. */
+#define FOLDS			32
+
 /* After a crash, for so long nothing runs that was not written down before. */
 #define CAUTION_USECS	USECS_PER_MINUTE
 
@@ -50,7 +53,8 @@ struct IdemBacklog
 	Oid			database;		/* InvalidOid: free */
 	int32		consumer;
 	IdemMark	marks[IDEM_MARKS];
-	uint32		folds;			/* how often anything came in */
+	uint32		folds[IDEM_MARKS];	/* how often something was folded in, */
+	int64		folded[IDEM_MARKS][FOLDS];	/* and what it was, the last times */
 	uint32		generation;		/* how often below what had been taken */
 	int64		taken;			/* highest number that was taken */
 	bool		ready;			/* there may be something to do */
@@ -96,6 +100,8 @@ static slist_head takings = SLIST_STATIC_INIT(takings);
 
 static bool handling = false;
 static pg_uuid_t handled;
+static int32 handled_consumer;
+static int64 handled_seq;
 
 /* The last error that this session reported while it had taken something. */
 static int	failed_with = 0;
@@ -205,31 +211,56 @@ idem_backlog(int32 consumer)
 	return b;
 }
 
-/* A database is gone; called by the launcher. */
-void
-idem_backlog_forget_database(Oid database)
+static int
+compare_ids(const void *a, const void *b)
 {
+	int32		x = *(const int32 *) a;
+	int32		y = *(const int32 *) b;
+
+	return (x > y) - (x < y);
+}
+
+/*
+ * idem_backlog_keep
+ *		Free the places of consumers of this database that are gone.
+ *
+ * Of all others, that is; the numbers are sorted here.
+ */
+void
+idem_backlog_keep(int32 *consumers, int n)
+{
+	if (shared == NULL)
+		return;
+	qsort(consumers, n, sizeof(int32), compare_ids);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (int i = 0; i < shared->nplaces; i++)
+	{
+		IdemBacklog *b = &shared->places[i];
+
+		if (b->database == MyDatabaseId && b->running == 0 &&
+			bsearch(&b->consumer, consumers, n, sizeof(int32), compare_ids) == NULL)
+			b->database = InvalidOid;
+	}
+	LWLockRelease(shared->lock);
+}
+
+/* A database is gone. */
+void
+idem_backlog_forget(Oid database)
+{
+	if (shared == NULL)
+		return;
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	for (int i = 0; i < shared->nplaces; i++)
 	{
 		if (shared->places[i].database == database)
 			shared->places[i].database = InvalidOid;
 	}
-	LWLockRelease(shared->lock);
-}
-
-/* A consumer is gone. */
-void
-idem_backlog_forget(int32 consumer)
-{
-	IdemBacklog *b;
-
-	if (shared == NULL)
-		return;
-	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-	b = find_place(consumer);
-	if (b != NULL && b->running == 0)
-		b->database = InvalidOid;
+	for (int i = shared->nlost - 1; i >= 0; i--)
+	{
+		if (shared->lost[i].database == database)
+			shared->lost[i] = shared->lost[--shared->nlost];
+	}
 	LWLockRelease(shared->lock);
 }
 
@@ -325,8 +356,7 @@ fold(IdemBacklog *b, IdemMarkKind kind)
 	if (kind == IDEM_MARK_SEQ && mark->incoming <= b->taken)
 		b->generation++;
 	mark->low = Min(mark->low, mark->incoming);
-	/* Whoever looks right now may have a snapshot that does not see it. */
-	b->folds++;
+	b->folded[kind][b->folds[kind]++ % FOLDS] = mark->incoming;
 	mark->incoming = PG_INT64_MAX;
 }
 
@@ -340,6 +370,7 @@ idem_backlog_look(IdemLook *look, int32 consumer, IdemMarkKind kind)
 	IdemBacklog *b = idem_backlog(consumer);
 
 	look->backlog = b;
+	look->consumer = consumer;
 	look->from = kind == IDEM_MARK_SEQ ? 0 : PG_INT64_MIN;
 	look->folds = 0;
 	if (b == NULL)
@@ -347,8 +378,26 @@ idem_backlog_look(IdemLook *look, int32 consumer, IdemMarkKind kind)
 	SpinLockAcquire(&b->mutex);
 	fold(b, kind);
 	look->from = b->marks[kind].low;
-	look->folds = b->folds;
+	look->folds = b->folds[kind];
 	SpinLockRelease(&b->mutex);
+}
+
+/*
+ * What others have folded in since this look began may be invisible to it,
+ * wherever the mark was.  Caller holds the spinlock.
+ */
+static int64
+folded_since(const IdemLook *look, IdemMarkKind kind)
+{
+	const IdemBacklog *b = look->backlog;
+	uint32		n = b->folds[kind] - look->folds;
+	int64		lowest = PG_INT64_MAX;
+
+	if (n > FOLDS)
+		return PG_INT64_MIN;
+	for (uint32 i = 1; i <= n; i++)
+		lowest = Min(lowest, b->folded[kind][(b->folds[kind] - i) % FOLDS]);
+	return lowest;
 }
 
 /*
@@ -365,9 +414,29 @@ idem_backlog_looked(IdemLook *look, IdemMarkKind kind, int64 low)
 	if (b == NULL)
 		return;
 	SpinLockAcquire(&b->mutex);
-	if (b->folds == look->folds && low > b->marks[kind].low)
+	low = Min(low, folded_since(look, kind));
+	/* The place may be somebody else's by now. */
+	if (low > b->marks[kind].low && b->consumer == look->consumer && b->database == MyDatabaseId)
 		b->marks[kind].low = low;
 	SpinLockRelease(&b->mutex);
+}
+
+/*
+ * idem_backlog_missed
+ *		The lowest number that this look may have passed without seeing it.
+ */
+int64
+idem_backlog_missed(IdemLook *look)
+{
+	IdemBacklog *b = look->backlog;
+	int64		missed;
+
+	if (b == NULL)
+		return PG_INT64_MAX;
+	SpinLockAcquire(&b->mutex);
+	missed = folded_since(look, IDEM_MARK_SEQ);
+	SpinLockRelease(&b->mutex);
+	return missed;
 }
 
 /*
@@ -567,18 +636,40 @@ find_taken(int32 consumer, int64 seq)
 	return NULL;
 }
 
-/* Has this transaction taken this message, and not said what came of it? */
-bool
-idem_backlog_has(int32 consumer, int64 seq)
+/*
+ * idem_backlog_mine
+ *		The numbers of the messages that this transaction has taken and not
+ *		settled, or has its handler at: our own locks do not keep us out.
+ */
+int
+idem_backlog_mine(int32 consumer, int64 **seqs)
 {
-	return find_taken(consumer, seq) != NULL;
+	slist_iter	iter;
+	int			n = 0;
+	int			i = 0;
+
+	slist_foreach(iter, &takings)
+		n++;
+	*seqs = palloc((n + 1) * sizeof(int64));
+	slist_foreach(iter, &takings)
+	{
+		Taken	   *t = slist_container(Taken, node, iter.cur);
+
+		if (t->consumer == consumer && t->settled_in == 0)
+			(*seqs)[i++] = t->seq;
+	}
+	if (handling && handled_consumer == consumer)
+		(*seqs)[i++] = handled_seq;
+	return i;
 }
 
-/* The message that a handler is running for, by its claim; NULL: none. */
+/* The message that a handler is running for; with a claim of NULL: none. */
 void
-idem_backlog_set_handled(const pg_uuid_t *claim)
+idem_backlog_set_handled(int32 consumer, int64 seq, const pg_uuid_t *claim)
 {
 	handling = claim != NULL;
+	handled_consumer = consumer;
+	handled_seq = seq;
 	if (claim != NULL)
 		handled = *claim;
 }
@@ -636,16 +727,19 @@ idem_backlog_counts(int sqlstate)
 		sqlstate != ERRCODE_LOCK_NOT_AVAILABLE;
 }
 
-/* A message that was taken is free again. */
-static void
-give_back(const Taken *t)
+/*
+ * idem_backlog_give_back
+ *		A message that was taken is free again, after this error or none (0).
+ */
+void
+idem_backlog_give_back(int32 consumer, int64 seq, int sqlstate)
 {
-	if (idem_backlog_counts(failed_with))
-		idem_backlog_lose(t->consumer, t->seq);
+	if (idem_backlog_counts(sqlstate))
+		idem_backlog_lose(consumer, seq);
 	else
 	{
-		(void) come_in(t->consumer, IDEM_MARK_SEQ, t->seq);
-		(void) come_in(t->consumer, IDEM_MARK_DUE, PG_INT64_MIN);
+		(void) come_in(consumer, IDEM_MARK_SEQ, seq);
+		(void) come_in(consumer, IDEM_MARK_DUE, PG_INT64_MIN);
 	}
 }
 
@@ -680,7 +774,7 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 		Taken	   *t = slist_container(Taken, node, iter.cur);
 
 		if (event == XACT_EVENT_ABORT || (event == XACT_EVENT_COMMIT && t->settled_in == 0))
-			give_back(t);
+			idem_backlog_give_back(t->consumer, t->seq, failed_with);
 	}
 	if (event != XACT_EVENT_PREPARE && !slist_is_empty(&takings))
 		idem_wake_maintenance();
@@ -711,7 +805,7 @@ on_subxact_end(SubXactEvent event, SubTransactionId me, SubTransactionId parent,
 		else if (t->taken_in == me)
 		{
 			slist_delete_current(&iter);
-			give_back(t);
+			idem_backlog_give_back(t->consumer, t->seq, failed_with);
 		}
 		else if (t->settled_in == me)
 			t->settled_in = 0;

@@ -27,8 +27,9 @@ typedef struct IdemBacklog IdemBacklog;
 typedef struct IdemLook
 {
 	IdemBacklog *backlog;	/* NULL: nobody keeps track */
+	int32		consumer;
 	int64		from;
-	uint32		folds;			/* so often was anything taken down before */
+	uint32		folds;			/* so often was anything folded in before */
 } IdemLook;
 
 typedef enum IdemMarkKind
@@ -44,13 +45,14 @@ extern void idem_backlog_init(void);
 extern bool idem_backlog_cautious(void);
 
 extern IdemBacklog *idem_backlog(int32 consumer);
-extern void idem_backlog_forget(int32 consumer);
-extern void idem_backlog_forget_database(Oid database);
+extern void idem_backlog_forget(Oid database);
+extern void idem_backlog_keep(int32 *consumers, int n);
 extern void idem_backlog_added(int32 consumer, IdemMarkKind kind, int64 at);
 extern void idem_backlog_unknown(void);
 
 extern void idem_backlog_look(IdemLook *look, int32 consumer, IdemMarkKind kind);
 extern void idem_backlog_looked(IdemLook *look, IdemMarkKind kind, int64 low);
+extern int64 idem_backlog_missed(IdemLook *look);
 extern int64 idem_backlog_resume(IdemLook *look, int64 resume, uint32 *generation);
 extern void idem_backlog_took(IdemLook *look, int64 seq);
 
@@ -75,10 +77,11 @@ typedef struct IdemLostAttempt
 extern bool idem_backlog_counts(int sqlstate);
 extern void idem_backlog_taken(int32 consumer, int64 seq, const pg_uuid_t *claim);
 extern bool idem_backlog_is_handled(const pg_uuid_t *claim);
-extern void idem_backlog_set_handled(const pg_uuid_t *claim);
+extern void idem_backlog_set_handled(int32 consumer, int64 seq, const pg_uuid_t *claim);
 extern bool idem_backlog_settled(int32 consumer, int64 seq);
-extern bool idem_backlog_has(int32 consumer, int64 seq);
+extern int	idem_backlog_mine(int32 consumer, int64 **seqs);
 extern bool idem_backlog_next_lost(IdemLostAttempt *lost);
 extern void idem_backlog_lose(int32 consumer, int64 seq);
+extern void idem_backlog_give_back(int32 consumer, int64 seq, int sqlstate);
 
 #endif							/* IDEM_BACKLOG_H */

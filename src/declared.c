@@ -309,11 +309,18 @@ check_sqlstates(Datum array)
 static Datum
 handler_value(Oid function, Oid owner)
 {
-	char	   *name = quote_qualified_identifier(get_namespace_name(get_func_namespace(function)),
-												  get_func_name(function));
+	char	   *function_name = get_func_name(function);
+	char	   *name;
 	Oid			found;
-	const char *why = idem_handler_check(name, owner, &found);
+	const char *why;
 
+	if (function_name == NULL)
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_FUNCTION),
+				 errmsg("function with OID %u does not exist", function)));
+	name = quote_qualified_identifier(get_namespace_name(get_func_namespace(function)),
+									  function_name);
+	why = idem_handler_check(name, owner, &found);
 	if (why != NULL)
 		ereport(ERROR,
 				(errcode(OidIsValid(found) ? ERRCODE_INVALID_FUNCTION_DEFINITION : ERRCODE_UNDEFINED_FUNCTION),
@@ -571,6 +578,10 @@ idem_consumer_alter(PG_FUNCTION_ARGS)
 		ereport(ERROR,
 				(errcode(ERRCODE_UNDEFINED_OBJECT),
 				 errmsg("consumer \"%s\" does not exist", consumer)));
+	if (strcmp(SPI_getvalue(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 2), c->owner) != 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_T_R_SERIALIZATION_FAILURE),
+				 errmsg("consumer \"%s\" got another owner at the same time", consumer)));
 	before = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
 	values[12] = NameGetDatum(&owner_name);
 	values[13] = TimestampTzGetDatum(removed_before(isnull ?
@@ -646,7 +657,6 @@ idem_consumer_drop(PG_FUNCTION_ARGS)
 				 errhint("Let them be processed, or give discard => true.")));
 	idem_statement_run(&delete, values, NULL);
 	idem_become_caller(&caller);
-	idem_backlog_forget(DatumGetInt32(values[0]));
 	idem_wake_orders();
 	PG_RETURN_VOID();
 }

@@ -199,7 +199,7 @@ call(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *endin
 	PopActiveSnapshot();
 	CommandCounterIncrement();
 	/* From here on, whoever asks for the message has it. */
-	idem_backlog_set_handled(&t->claim);
+	idem_backlog_set_handled(c->id, t->seq, &t->claim);
 
 	PushActiveSnapshot(GetTransactionSnapshot());
 	InitFunctionCallInfoData(*fcinfo, &flinfo, 1, InvalidOid, NULL, NULL);
@@ -273,7 +273,7 @@ run(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *ending
 	PG_END_TRY();
 	MemoryContextSwitchTo(message_context);
 	CurrentResourceOwner = resources;
-	idem_backlog_set_handled(NULL);
+	idem_backlog_set_handled(0, 0, NULL);
 	idem_payload_trace = NULL;
 }
 
@@ -470,6 +470,8 @@ process(int32 consumer, IdemBacklog *b)
 static void
 carry_on(IdemBacklog *b)
 {
+	int			sqlstate = geterrcode();
+
 	MemoryContextSwitchTo(message_context);
 	HOLD_INTERRUPTS();
 	disable_timeout(STATEMENT_TIMEOUT, false);
@@ -479,11 +481,13 @@ carry_on(IdemBacklog *b)
 	AbortCurrentTransaction();
 	RESUME_INTERRUPTS();
 	MemoryContextSwitchTo(message_context);
-	idem_backlog_set_handled(NULL);
+	idem_backlog_set_handled(0, 0, NULL);
 	idem_payload_trace = NULL;
 	pgstat_report_activity(STATE_IDLE, NULL);
 	if (running_seq != 0)
-		idem_backlog_lose(running_consumer, running_seq);
+		idem_backlog_give_back(running_consumer, running_seq, sqlstate);
+	else
+		idem_backlog_unknown();
 	running_seq = 0;
 	idem_backlog_set_due(b, GetCurrentTimestamp() + USECS_PER_SEC);
 }

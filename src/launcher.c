@@ -43,8 +43,8 @@
 #include "utils/syscache.h"
 #include "utils/timestamp.h"
 
-#include "clock.h"
 #include "backlog.h"
+#include "clock.h"
 #include "guc.h"
 #include "input.h"
 #include "launcher.h"
@@ -306,7 +306,7 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 	if (fitness == DATABASE_GONE)
 	{
 		idem_stat_forget(oid);
-		idem_backlog_forget_database(oid);
+		idem_backlog_forget(oid);
 	}
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);

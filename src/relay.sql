@@ -298,6 +298,9 @@ CREATE FUNCTION idem.dead_letter_redrive(ids bigint[], dry_run boolean DEFAULT f
 					   nullif(d.topic, ''), d.key, d.content_type, d.headers, d.source, d.type, d.body, 'retry', 0, now()
 				FROM idem.consumer c WHERE c.name = d.name
 				ON CONFLICT DO NOTHING;
+				-- Once more its claim is kept from when it will be done.
+				UPDATE idem.inbox_claim i SET claimed_at = extract(epoch FROM clock_timestamp() - timestamptz '2000-01-01 00:00+00')::integer
+				WHERE i.key = d.claim AND d.claimed;
 				PERFORM idem.inbox_notice(c.id) FROM idem.consumer c WHERE c.name = d.name;
 				UPDATE idem.dead_letter l SET state = 'redriven', settled_at = now(), settled_by = session_user
 				WHERE l.id = redrive_id;

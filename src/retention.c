@@ -392,8 +392,9 @@ record_lost(void)
 }
 
 /*
- * What waits for nothing goes on, and outcomes go with the claims that they
- * belong to; false if we are to stop.
+ * What waits for nothing goes on, outcomes go with the claims that they belong
+ * to, and so does what somebody stored while its consumer was dropped; false
+ * if we are to stop.
  */
 static bool
 tend_work(IdemDatabase *db)
@@ -406,7 +407,19 @@ tend_work(IdemDatabase *db)
 		.types = {INT4OID}
 	};
 	static TimestampTz looked_at = 0;
+	static IdemStatement orphans = {
+		.sql = "WITH RECURSIVE r(id) AS (SELECT min(consumer) FROM idem.inbox_message UNION ALL"
+		" SELECT (SELECT min(consumer) FROM idem.inbox_message WHERE consumer > r.id) FROM r WHERE r.id IS NOT NULL),"
+		" m AS (DELETE FROM idem.inbox_message WHERE consumer = ANY (ARRAY("
+		"SELECT id FROM r EXCEPT SELECT id FROM idem.consumer)))"
+		" DELETE FROM idem.inbox_parked p WHERE NOT EXISTS"
+		" (SELECT FROM idem.consumer c WHERE c.id = p.consumer)"
+	};
 	Datum		values[1] = {Int32GetDatum(Min(idem_inbox_retention, 60))};
+	List	   *all;
+	int32	   *consumers;
+	int			n = 0;
+	ListCell   *lc;
 
 	/* Rows that somebody has put there by hand are found in the end. */
 	if (TimestampDifferenceExceeds(looked_at, GetCurrentTimestamp(), LOOK_ANEW_MS))
@@ -416,9 +429,15 @@ tend_work(IdemDatabase *db)
 	}
 	if (!start_batch("tending what waits for consumers"))
 		return false;
+	all = idem_declared_all();
+	consumers = palloc((list_length(all) + 1) * sizeof(int32));
+	foreach(lc, all)
+		consumers[n++] = ((IdemDeclared *) lfirst(lc))->id;
+	idem_backlog_keep(consumers, n);
 	idem_take_promote();
 	SPI_connect();
 	idem_statement_run(&outcomes, values, NULL);
+	idem_statement_run(&orphans, NULL, NULL);
 	SPI_finish();
 	end_transaction();
 	return rest(db, idem_maintenance_delay);

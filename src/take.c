@@ -34,6 +34,7 @@
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
+#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/datum.h"
 #include "utils/fmgroids.h"
@@ -52,6 +53,7 @@
 #include "consumer.h"
 #include "guc.h"
 #include "inbox.h"
+#include "stat.h"
 #include "statement.h"
 #include "take.h"
 #include "unique.h"
@@ -201,6 +203,17 @@ lock_row(Relation heap, TupleTableSlot *slot, Snapshot snapshot)
 							LockTupleExclusive, LockWaitSkip, 0, &failure) == TM_Ok;
 }
 
+static bool
+is_mine(int64 seq, const int64 *mine, int nmine)
+{
+	for (int i = 0; i < nmine; i++)
+	{
+		if (mine[i] == seq)
+			return true;
+	}
+	return false;
+}
+
 /* Take messages that wait for their first try. */
 static List *
 take_pending(const IdemDeclared *c, int max, List *taken)
@@ -216,6 +229,8 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	int64		from;
 	int64		first = -1;
 	int			seen = 0;
+	int64	   *mine;
+	int			nmine = idem_backlog_mine(c->id, &mine);
 	bool		any_parked = false;
 	ScanKeyData keys[2];
 	IndexScanDesc scan;
@@ -278,7 +293,7 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 				behind = lappend(behind, taken_from_slot(slot));
 			continue;
 		}
-		if (!lock_row(heap, locked, snapshot))
+		if (is_mine(seq, mine, nmine) || !lock_row(heap, locked, snapshot))
 			continue;
 		t = taken_from_slot(slot);
 		idem_backlog_took(&look, seq);
@@ -292,11 +307,15 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	table_close(heap, NoLock);
 	PopActiveSnapshot();
 
+	cursor->resume = Min(cursor->resume, idem_backlog_missed(&look));
 	/* A transaction's old snapshot says nothing about what came since. */
 	if (!IsolationUsesXactSnapshot() && first >= 0 && from == look.from)
 		idem_backlog_looked(&look, IDEM_MARK_SEQ, first);
 	foreach(lc, behind)
 		park_behind(c, lfirst(lc));
+	/* There is more, which we were kept from reaching by what is parked now. */
+	if (seen >= MAX_LOOK && behind != NIL)
+		idem_backlog_added(c->id, IDEM_MARK_SEQ, PG_INT64_MAX - 1);
 	if (closed != NULL)
 		hash_destroy(closed);
 	return taken;
@@ -372,17 +391,20 @@ take_parked(const IdemDeclared *c, int max, TimestampTz *next_due)
 {
 	static IdemStatement st = {
 		.sql = "SELECT " PARKED_COLUMNS " FROM idem.inbox_parked p"
-		" WHERE p.consumer = $1 AND p.due >= $2 AND p.due <= $3"
+		" WHERE p.consumer = $1 AND p.due >= $2 AND p.due <= $3 AND p.seq <> ALL ($6)"
 		" AND (NOT $5 OR p.key IS NULL OR p.state = 'delayed' OR NOT EXISTS ("
 		"SELECT FROM idem.inbox_parked b WHERE b.consumer = p.consumer AND b.key = p.key"
 		" AND b.state <> 'delayed' AND b.seq < p.seq))"
 		" ORDER BY p.due LIMIT $4 FOR UPDATE OF p SKIP LOCKED",
-		.nargs = 5,
-		.types = {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID, INT4OID, BOOLOID}
+		.nargs = 6,
+		.types = {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID, INT4OID, BOOLOID, INT8ARRAYOID}
 	};
 	MemoryContext context = CurrentMemoryContext;
 	TimestampTz now = GetCurrentTimestamp();
-	Datum		values[5];
+	Datum		values[6];
+	int64	   *mine;
+	int			nmine;
+	Datum	   *elements;
 	IdemLook	look;
 	List	   *taken = NIL;
 
@@ -401,6 +423,12 @@ take_parked(const IdemDeclared *c, int max, TimestampTz *next_due)
 	values[2] = TimestampTzGetDatum(now);
 	values[3] = Int32GetDatum(max);
 	values[4] = BoolGetDatum(c->ordered);
+	nmine = idem_backlog_mine(c->id, &mine);
+	elements = palloc((nmine + 1) * sizeof(Datum));
+	for (int i = 0; i < nmine; i++)
+		elements[i] = Int64GetDatum(mine[i]);
+	values[5] = PointerGetDatum(construct_array(elements, nmine, INT8OID, sizeof(int64),
+												FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
 	SPI_connect();
 	idem_statement_run(&st, values, NULL);
 	taken = parked_rows(NIL, context);
@@ -415,6 +443,7 @@ take_parked(const IdemDeclared *c, int max, TimestampTz *next_due)
 static bool
 bury_if_worn_out(const IdemDeclared *c, IdemTaken *t)
 {
+	IdemStat	stat = {0};
 	const char *why = t->running ? "the server or the worker ended while it was processed" :
 		"the lease ran out";
 
@@ -425,6 +454,7 @@ bury_if_worn_out(const IdemDeclared *c, IdemTaken *t)
 	if (t->attempts < c->max_attempts)
 		return false;
 	idem_taken_bury(c, t, NULL, why);
+	idem_stat_count(&stat, IDEM_STAT_CONSUMER, c->name, IDEM_STAT_DEAD, 1);
 	return true;
 }
 
@@ -822,21 +852,24 @@ parse_payload(const IdemTaken *t, Datum *payload)
 	MemoryContext context = CurrentMemoryContext;
 	volatile bool ok = true;
 	bytea	   *body;
-	char	   *s;
 
 	if (!t->isnull[Anum_message_content_type - 1])
 	{
-		s = idem_taken_text(t, Anum_message_content_type);
+		char	   *s = idem_taken_text(t, Anum_message_content_type);
 		if (strncmp(s, "application/json", 16) != 0 && strstr(s, "+json") == NULL)
 			return false;
 	}
 	body = DatumGetByteaPP(t->values[Anum_message_body - 1]);
-	s = pg_any_to_server(pnstrdup(VARDATA_ANY(body), VARSIZE_ANY_EXHDR(body)),
-						 VARSIZE_ANY_EXHDR(body), PG_UTF8);
 
-	/* Some JSON is no jsonb.  Parsing has no effects that would have to be undone. */
+	/*
+	 * Some of it is no text, and some JSON no jsonb.  Parsing has no effects
+	 * that would have to be undone.
+	 */
 	PG_TRY();
 	{
+		char	   *s = pg_any_to_server(pnstrdup(VARDATA_ANY(body), VARSIZE_ANY_EXHDR(body)),
+										 VARSIZE_ANY_EXHDR(body), PG_UTF8);
+
 		*payload = DirectFunctionCall1(jsonb_in, CStringGetDatum(s));
 	}
 	PG_CATCH();

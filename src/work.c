@@ -169,7 +169,8 @@ idem_inbox_next(PG_FUNCTION_ARGS)
 			m = palloc(sizeof(Mine));
 			m->consumer = c->id;
 			m->taken = t;
-			mine = lappend(mine, m);
+			/* the latest first, in case it has been taken before */
+			mine = lcons(m, mine);
 			MemoryContextSwitchTo(old);
 			idem_backlog_taken(c->id, t->seq, &t->claim);
 		}
@@ -220,7 +221,9 @@ taken_arg(FunctionCallInfo fcinfo, IdemDeclared **c)
 			if (m->consumer == (*c)->id && memcmp(&m->taken->claim, &claim, UUID_LEN) == 0 &&
 				idem_backlog_settled(m->consumer, m->taken->seq))
 			{
-				t = m->taken;
+				/* A savepoint may take back what comes of it. */
+				t = palloc(sizeof(IdemTaken));
+				*t = *m->taken;
 				break;
 			}
 		}
