@@ -140,6 +140,14 @@ $dump->query_safe('COMMIT');
 leave($dump);
 await_sql('all is sent', q(SELECT unsent_at_most FROM idem.relay_status WHERE server = 'busy'), '0');
 
+# That took hundreds of rounds, which leave nothing in memory.
+my $here = -s $node->logfile;
+my @used;
+sql(q(SELECT pg_log_backend_memory_contexts(pid) FROM idem.relay_worker()));
+await('contexts are logged', sub { @used = slurp_file($node->logfile, $here) =~ /idem reader: [^\n]* (\d+) used/g; return @used && slurp_file($node->logfile, $here) =~ /Grand total/ });
+cmp_ok((sort { $b <=> $a } @used)[0], '<', 8192, 'a reader takes no more than it needs') or diag("@used");
+cmp_ok(sql('SELECT max(id) FROM idem.outbox_tick'), '>', 50, 'after many rounds');
+
 # A server without routes that is paused still knows where it was.
 server('idle');
 enqueue('idle', '"before"');
