@@ -31,6 +31,7 @@ OBJS = \
 	src/key.o \
 	src/version.o \
 	src/digest.o \
+	src/payload.o \
 	src/outbox.o \
 	src/secret.o \
 	src/server.o \
@@ -45,6 +46,13 @@ OBJS = \
 	src/delivery.o \
 	src/segment.o \
 	src/relay_stat.o \
+	src/declared.o \
+	src/backlog.o \
+	src/store.o \
+	src/take.o \
+	src/work.o \
+	src/handler.o \
+	src/local.o \
 	src/launcher.o \
 	src/database.o \
 	src/sweep.o \
@@ -65,6 +73,7 @@ SQL_PARTS = \
 	src/log.sql \
 	src/relay.sql \
 	src/replay.sql \
+	src/work.sql \
 	src/retention.sql \
 	src/stuck.sql \
 	src/roles.sql

@@ -34,7 +34,7 @@ SELECT * FROM attempt($$ SELECT idem.version_advance('c', 'e', NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.version_advance('c', 'e', 1, NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.version_reset(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.consumer_create(NULL) $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_alter(NULL, '1 day') $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_alter(NULL, retention => '1 day') $$);
 SELECT * FROM attempt($$ SELECT idem.inbox_purge(NULL) $$);
 SELECT * FROM attempt($$ SELECT idem.key_purge(NULL) $$);
 
@@ -62,9 +62,9 @@ SELECT * FROM attempt($$ SELECT idem.version_advance('c', repeat('e', 1025), 1) 
 SELECT * FROM attempt($$ SELECT idem.inbox_try_claim('c', convert_from('\xff', 'UTF8')) $$);
 
 -- values out of range
-SELECT * FROM attempt($$ SELECT idem.consumer_create('c', '0 seconds') $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_create('c', '-1 day') $$);
-SELECT * FROM attempt($$ SELECT idem.consumer_create('c', '101 years') $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_create('c', retention => '0 seconds') $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_create('c', retention => '-1 day') $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_create('c', retention => '101 years') $$);
 SELECT * FROM attempt($$ SELECT idem.key_begin('s', 'k', ttl => '0') $$);
 SELECT * FROM attempt($$ SELECT idem.key_begin('s', 'k', ttl => '1000000 years') $$);
 SELECT * FROM attempt($$ SELECT idem.key_begin('s', 'k', lease => '-1 s') $$);
@@ -77,7 +77,7 @@ SELECT count(*) FROM idem.key WHERE scope = 's';
 SELECT count(*) FROM idem.consumer;
 
 -- what does not exist, or exists already
-SELECT * FROM attempt($$ SELECT idem.consumer_alter('nobody', '1 day') $$);
+SELECT * FROM attempt($$ SELECT idem.consumer_alter('nobody', retention => '1 day') $$);
 SELECT idem.consumer_create('c');
 SELECT * FROM attempt($$ SELECT idem.consumer_create('c') $$);
 SELECT * FROM attempt($$ SELECT idem.key_complete('s', 'never begun') $$);

@@ -42,8 +42,18 @@
 
 #if PG_VERSION_NUM >= 170000
 #define idem_my_procno() GetNumberFromPGProc(MyProc)
+#define idem_my_lxid() (MyProc->vxid.lxid)
 #else
 #define idem_my_procno() (MyProc->pgprocno)
+#define idem_my_lxid() (MyProc->lxid)
+#endif
+
+#if PG_VERSION_NUM >= 160000
+#define idem_qualified_name(s) stringToQualifiedNameList(s, NULL)
+#define idem_may_execute(proc, role) (object_aclcheck(ProcedureRelationId, proc, role, ACL_EXECUTE) == ACLCHECK_OK)
+#else
+#define idem_qualified_name(s) stringToQualifiedNameList(s)
+#define idem_may_execute(proc, role) (pg_proc_aclcheck(proc, role, ACL_EXECUTE) == ACLCHECK_OK)
 #endif
 
 #if PG_VERSION_NUM >= 170000

@@ -9,7 +9,7 @@
  * other, so several numbers may stand for one name: the number serves
  * retention and figures only, never the decision who claimed what.
  *
- * idem.consumer holds what was declared (for now: the retention).
+ * idem.consumer holds what was declared; see declared.c.
  *
  *-------------------------------------------------------------------------
  */
@@ -36,7 +36,6 @@
 #include "consumer.h"
 #include "guc.h"
 #include "launcher.h"
-#include "statement.h"
 #include "unique.h"
 
 static HTAB *consumers = NULL;
@@ -47,8 +46,6 @@ static IdemConsumer *latest = NULL;
 static slist_head uncommitted = SLIST_STATIC_INIT(uncommitted);
 
 PG_FUNCTION_INFO_V1(idem_consumer_changed);
-PG_FUNCTION_INFO_V1(idem_consumer_create);
-PG_FUNCTION_INFO_V1(idem_consumer_alter);
 
 /* Keep the numbers we made, or forget them.  Must not fail. */
 static void
@@ -287,108 +284,4 @@ idem_consumer_changed(PG_FUNCTION_ARGS)
 
 	CacheInvalidateRelcache(((TriggerData *) fcinfo->context)->tg_relation);
 	return PointerGetDatum(NULL);
-}
-
-/* A retention argument: null means the default; may warn. */
-static Datum
-retention_arg(FunctionCallInfo fcinfo, int arg, const text *name)
-{
-	Interval   *retention;
-
-	if (PG_ARGISNULL(arg))
-		return (Datum) 0;
-
-	retention = PG_GETARG_INTERVAL_P(arg);
-	idem_check_span(retention, "retention");
-	if (DatumGetBool(DirectFunctionCall2(interval_lt,
-										 IntervalPGetDatum(retention),
-										 IntervalPGetDatum(idem_seconds_interval(IDEM_SHORT_RETENTION)))))
-		ereport(WARNING,
-				(errmsg("retention of consumer \"%s\" is shorter than an hour",
-						text_to_cstring(name)),
-				 errdetail("A message that is redelivered later than that is processed again.")));
-	return IntervalPGetDatum(retention);
-}
-
-/*
- * The time before which claims may have been removed under a retention that
- * is about to change.
- *
- * Removal takes a lock on the table that keeps changes out.  Once we have
- * ours, nothing is removed until we commit.
- */
-static TimestampTz
-removed_before(int64 retention_usecs)
-{
-	LockRelationOid(idem_rel(IDEM_REL_CONSUMER), RowExclusiveLock);
-	return GetCurrentTimestamp() - retention_usecs;
-}
-
-/* consumer_create(name, retention) */
-Datum
-idem_consumer_create(PG_FUNCTION_ARGS)
-{
-	static IdemStatement insert = {
-		.sql = "INSERT INTO idem.consumer (name, retention, horizon_floor)"
-		" VALUES ($1, $2, $3) ON CONFLICT (name) DO NOTHING",
-		.nargs = 3,
-		.types = {TEXTOID, INTERVALOID, TIMESTAMPTZOID}
-	};
-	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
-	Datum		values[3];
-	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
-
-	PreventCommandIfReadOnly("consumer_create()");
-	values[0] = PointerGetDatum(name);
-	values[1] = retention_arg(fcinfo, 1, name);
-	values[2] = TimestampTzGetDatum(removed_before(idem_inbox_retention * USECS_PER_SEC));
-
-	SPI_connect();
-	if (idem_statement_run(&insert, values, nulls) == 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_DUPLICATE_OBJECT),
-				 errmsg("consumer \"%s\" already exists", text_to_cstring(name)),
-				 errhint("Change it with idem.consumer_alter().")));
-	SPI_finish();
-	PG_RETURN_VOID();
-}
-
-/* consumer_alter(name, retention) */
-Datum
-idem_consumer_alter(PG_FUNCTION_ARGS)
-{
-	static IdemStatement select = {
-		.sql = "SELECT retention FROM idem.consumer WHERE name = $1 FOR UPDATE",
-		.nargs = 1,
-		.types = {TEXTOID}
-	};
-	static IdemStatement update = {
-		.sql = "UPDATE idem.consumer SET retention = $2,"
-		" horizon_floor = greatest(horizon_floor, $3) WHERE name = $1",
-		.nargs = 3,
-		.types = {TEXTOID, INTERVALOID, TIMESTAMPTZOID}
-	};
-	text	   *name = idem_name_arg(fcinfo, 0, "name of the consumer");
-	Datum		values[3];
-	char		nulls[3] = {' ', PG_ARGISNULL(1) ? 'n' : ' ', ' '};
-	Datum		before;
-	bool		isnull;
-
-	PreventCommandIfReadOnly("consumer_alter()");
-	values[0] = PointerGetDatum(name);
-	values[1] = retention_arg(fcinfo, 1, name);
-
-	SPI_connect();
-	if (idem_statement_run(&select, values, NULL) == 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_UNDEFINED_OBJECT),
-				 errmsg("consumer \"%s\" does not exist", text_to_cstring(name)),
-				 errhint("Create it with idem.consumer_create().")));
-	before = SPI_getbinval(SPI_tuptable->vals[0], SPI_tuptable->tupdesc, 1, &isnull);
-	values[2] = TimestampTzGetDatum(removed_before(isnull ?
-												   idem_inbox_retention * USECS_PER_SEC :
-												   idem_span_usecs(DatumGetIntervalP(before))));
-	idem_statement_run(&update, values, nulls);
-	SPI_finish();
-	PG_RETURN_VOID();
 }

@@ -22,7 +22,21 @@
 #define Anum_consumer_name			1
 #define Anum_consumer_retention		2
 #define Anum_consumer_floor			3
-#define Natts_consumer				4
+#define Anum_consumer_id			5
+#define Anum_consumer_owner			6
+#define Anum_consumer_search_path	7
+#define Anum_consumer_handler		8
+#define Anum_consumer_topics		9
+#define Anum_consumer_first_seq		10
+#define Anum_consumer_max_attempts	11
+#define Anum_consumer_backoff		12
+#define Anum_consumer_backoff_max	13
+#define Anum_consumer_concurrency	14
+#define Anum_consumer_ordering		15
+#define Anum_consumer_timeout		16
+#define Anum_consumer_never_retry	17
+#define Anum_consumer_not_yet_for	18
+#define Natts_consumer				18
 
 /* What a session remembers of a consumer. */
 typedef struct IdemConsumer

@@ -38,6 +38,7 @@
 #include "utils/syscache.h"
 #include "utils/wait_event.h"
 
+#include "backlog.h"
 #include "catalog.h"
 #include "compat.h"
 #include "database.h"
@@ -287,7 +288,10 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
 		extension_changed = true;
 	if (commits_prepared)
+	{
 		idem_wake_now();
+		idem_backlog_unknown();
+	}
 }
 
 /* Notices DROP EXTENSION, in whatever way it comes about. */

@@ -14,13 +14,16 @@
 
 #include "fault.h"
 #include "guc.h"
+#include "worker.h"
 
 int			idem_claim_outside_transaction = IDEM_LONE_WARN;
 int			idem_inbox_retention = 7 * 24 * 3600;
 int			idem_key_ttl = 24 * 3600;
+int			idem_handler_workers = 2;
 bool		idem_maintenance = true;
 int			idem_maintenance_naptime = 60;
 int			idem_maintenance_delay = 10;
+int			idem_max_consumers = 256;
 int			idem_max_databases = 64;
 bool		idem_relay = true;
 int			idem_max_servers = 64;
@@ -39,16 +42,12 @@ static const struct config_enum_entry lone_claim_options[] = {
 	{NULL, 0, false}
 };
 
-/* Two, 32, 16 and two hexadecimal digits, joined by hyphens; or nothing. */
-static bool
-check_traceparent(char **value, void **extra pg_attribute_unused(),
-				  GucSource source pg_attribute_unused())
+/* Two, 32, 16 and two hexadecimal digits, joined by hyphens. */
+bool
+idem_guc_is_traceparent(const char *s)
 {
 	static const char form[] = "00-00000000000000000000000000000000-0000000000000000-00";
-	const char *s = *value;
 
-	if (s == NULL || *s == '\0')
-		return true;
 	if (strlen(s) != sizeof(form) - 1)
 		return false;
 	for (int i = 0; s[i]; i++)
@@ -57,6 +56,13 @@ check_traceparent(char **value, void **extra pg_attribute_unused(),
 			return false;
 	}
 	return true;
+}
+
+static bool
+check_traceparent(char **value, void **extra pg_attribute_unused(),
+				  GucSource source pg_attribute_unused())
+{
+	return *value == NULL || **value == '\0' || idem_guc_is_traceparent(*value);
 }
 
 /*
@@ -79,6 +85,13 @@ idem_guc_init(void)
 							 &idem_claim_outside_transaction,
 							 IDEM_LONE_WARN, lone_claim_options,
 							 PGC_USERSET, 0, NULL, NULL, NULL);
+
+	DefineCustomIntVariable("idem.handler_workers",
+							"Number of processes per database that run handlers of consumers.",
+							NULL,
+							&idem_handler_workers,
+							2, 0, IDEM_MAX_HANDLERS,
+							PGC_SIGHUP, 0, NULL, NULL, NULL);
 
 	DefineCustomIntVariable("idem.inbox_retention",
 							"How long claims of a consumer without a retention of its own are kept.",
@@ -114,6 +127,13 @@ idem_guc_init(void)
 							&idem_maintenance_delay,
 							10, 0, 10000,
 							PGC_SIGHUP, GUC_UNIT_MS, NULL, NULL, NULL);
+
+	DefineCustomIntVariable("idem.max_consumers",
+							"Number of declared consumers of all databases whose work is tracked.",
+							"For those beyond it, handlers do not run.",
+							&idem_max_consumers,
+							256, 1, 100000,
+							start_only, 0, NULL, NULL, NULL);
 
 	DefineCustomIntVariable("idem.max_databases",
 							"Number of databases that can have workers of idem.",

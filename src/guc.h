@@ -18,9 +18,11 @@ typedef enum IdemLoneClaim
 extern int	idem_claim_outside_transaction;
 extern int	idem_inbox_retention;
 extern int	idem_key_ttl;
+extern int	idem_handler_workers;
 extern bool idem_maintenance;
 extern int	idem_maintenance_naptime;
 extern int	idem_maintenance_delay;
+extern int	idem_max_consumers;
 extern int	idem_max_databases;
 extern bool idem_relay;
 extern int	idem_max_servers;
@@ -33,5 +35,6 @@ extern char *idem_traceparent;
 extern int	idem_stat_entries;
 
 extern void idem_guc_init(void);
+extern bool idem_guc_is_traceparent(const char *s);
 
 #endif							/* IDEM_GUC_H */

@@ -11,6 +11,7 @@
 #include "miscadmin.h"
 #include "storage/ipc.h"
 
+#include "backlog.h"
 #include "consumer.h"
 #include "database.h"
 #include "guc.h"
@@ -36,6 +37,7 @@ on_shmem_request(void)
 	idem_worker_request();
 	idem_wake_request();
 	idem_relay_stat_request();
+	idem_backlog_request();
 }
 
 static void
@@ -47,6 +49,7 @@ on_shmem_startup(void)
 	idem_worker_startup();
 	idem_wake_startup();
 	idem_relay_stat_startup();
+	idem_backlog_startup();
 }
 
 /*
@@ -58,6 +61,7 @@ _PG_init(void)
 {
 	idem_guc_init();
 	idem_consumer_init();
+	idem_backlog_init();
 	if (!process_shared_preload_libraries_in_progress)
 		return;
 

@@ -31,6 +31,7 @@
 #include "utils/timestamp.h"
 #include "utils/uuid.h"
 
+#include "backlog.h"
 #include "catalog.h"
 #include "consumer.h"
 #include "digest.h"
@@ -41,20 +42,11 @@
 
 #define CANONICAL_UUID_LEN 36
 
-typedef enum ClaimStatus
-{
-	CLAIM_CLAIMED,
-	CLAIM_DUPLICATE,
-	CLAIM_IN_FLIGHT,
-	CLAIM_EXPIRED,
-	NUM_CLAIM_STATUS
-} ClaimStatus;
-
-static const char *const claim_labels[NUM_CLAIM_STATUS] = {
-	[CLAIM_CLAIMED] = "claimed",
-	[CLAIM_DUPLICATE] = "duplicate",
-	[CLAIM_IN_FLIGHT] = "in_flight",
-	[CLAIM_EXPIRED] = "expired",
+static const char *const claim_labels[IDEM_NUM_CLAIM_STATUS] = {
+	[IDEM_CLAIM_CLAIMED] = "claimed",
+	[IDEM_CLAIM_DUPLICATE] = "duplicate",
+	[IDEM_CLAIM_IN_FLIGHT] = "in_flight",
+	[IDEM_CLAIM_EXPIRED] = "expired",
 };
 
 PG_FUNCTION_INFO_V1(idem_inbox_try_claim);
@@ -242,7 +234,7 @@ open_register(IdemUnique *reg, bool wait)
  * not claimed, unless sent_at is NULL; if we still know it, that is the
  * better answer.
  */
-static ClaimStatus
+static IdemClaimStatus
 claim(IdemUnique *reg, IdemConsumer *consumer, pg_uuid_t *key,
 	  const TimestampTz *sent_at)
 {
@@ -250,22 +242,26 @@ claim(IdemUnique *reg, IdemConsumer *consumer, pg_uuid_t *key,
 	bool		isnull[Natts_inbox_claim] = {0};
 	ScanKeyData scankey;
 	uint64		waits = reg->waits;
-	ClaimStatus status;
+	IdemClaimStatus status;
 	IdemStatColumn column;
 
 	ScanKeyInit(&scankey, Anum_inbox_claim_key, BTEqualStrategyNumber,
 				F_UUID_EQ, UUIDPGetDatum(key));
+
+	/* Whoever processes a message has it. */
+	if (idem_backlog_is_handled(key))
+		return IDEM_CLAIM_CLAIMED;
 
 	for (;;)
 	{
 		IdemUniqueResult result = idem_unique_probe(reg, &scankey, 1);
 
 		if (result == IDEM_EXISTS)
-			status = CLAIM_DUPLICATE;
+			status = IDEM_CLAIM_DUPLICATE;
 		else if (result == IDEM_IN_FLIGHT)
-			status = CLAIM_IN_FLIGHT;
+			status = IDEM_CLAIM_IN_FLIGHT;
 		else if (sent_at != NULL && *sent_at < idem_consumer_horizon(consumer))
-			status = CLAIM_EXPIRED;
+			status = IDEM_CLAIM_EXPIRED;
 		else
 		{
 			values[Anum_inbox_claim_key - 1] = UUIDPGetDatum(key);
@@ -274,14 +270,14 @@ claim(IdemUnique *reg, IdemConsumer *consumer, pg_uuid_t *key,
 			values[Anum_inbox_claim_at - 1] = Int32GetDatum(claim_time());
 			if (!idem_unique_insert(reg, values, isnull))
 				continue;
-			status = CLAIM_CLAIMED;
+			status = IDEM_CLAIM_CLAIMED;
 		}
 		break;
 	}
 
-	column = status == CLAIM_CLAIMED ? IDEM_STAT_CLAIMS :
-		status == CLAIM_DUPLICATE ? IDEM_STAT_DUPLICATES :
-		status == CLAIM_IN_FLIGHT ? IDEM_STAT_IN_FLIGHT : IDEM_STAT_EXPIRED;
+	column = status == IDEM_CLAIM_CLAIMED ? IDEM_STAT_CLAIMS :
+		status == IDEM_CLAIM_DUPLICATE ? IDEM_STAT_DUPLICATES :
+		status == IDEM_CLAIM_IN_FLIGHT ? IDEM_STAT_IN_FLIGHT : IDEM_STAT_EXPIRED;
 	idem_stat_count(&consumer->stat, IDEM_STAT_CONSUMER, consumer->name,
 					column, 1);
 	idem_stat_count(&consumer->stat, IDEM_STAT_CONSUMER, consumer->name,
@@ -293,12 +289,52 @@ static bool
 try_claim(IdemConsumer *consumer, pg_uuid_t *key)
 {
 	IdemUnique	reg;
-	ClaimStatus status;
+	IdemClaimStatus status;
 
 	open_register(&reg, true);
 	status = claim(&reg, consumer, key, NULL);
 	idem_unique_close(&reg);
-	return status == CLAIM_CLAIMED;
+	return status == IDEM_CLAIM_CLAIMED;
+}
+
+/* The key of a message of a consumer; both as callers gave them. */
+void
+idem_inbox_message_key(const char *consumer, const text *id, pg_uuid_t *key)
+{
+	text_key(consumer, id, key);
+}
+
+/* The key of a business key, which is no message id. */
+void
+idem_inbox_business_key(const char *consumer, const text *id, pg_uuid_t *key)
+{
+	const char *data = VARDATA_ANY(id);
+	int			len = VARSIZE_ANY_EXHDR(id);
+
+	if (must_convert())
+	{
+		data = pg_server_to_any(data, len, PG_UTF8);
+		if (data != VARDATA_ANY(id))
+			len = strlen(data);
+	}
+	hash_claim(consumer, 'b', data, len, key);
+}
+
+/*
+ * idem_inbox_claim_key
+ *		Claim by key, for those who store and process messages.
+ */
+IdemClaimStatus
+idem_inbox_claim_key(const char *consumer, pg_uuid_t *key, bool wait,
+					 const TimestampTz *sent_at)
+{
+	IdemUnique	reg;
+	IdemClaimStatus status;
+
+	open_register(&reg, wait);
+	status = claim(&reg, idem_consumer(cstring_to_text(consumer)), key, sent_at);
+	idem_unique_close(&reg);
+	return status;
 }
 
 /* inbox_try_claim(consumer text, msg_id text) returns boolean */
@@ -344,7 +380,7 @@ idem_inbox_claim(PG_FUNCTION_ARGS)
 	IdemConsumer *consumer;
 	pg_uuid_t	key;
 	IdemUnique	reg;
-	ClaimStatus status;
+	IdemClaimStatus status;
 	TupleDesc	tupdesc;
 	Datum		values[2];
 	bool		isnull[2] = {false, true};
@@ -365,7 +401,7 @@ idem_inbox_claim(PG_FUNCTION_ARGS)
 
 	values[0] = idem_enum_datum(TupleDescAttr(tupdesc, 0)->atttypid,
 								claim_labels[status]);
-	if (status == CLAIM_DUPLICATE)
+	if (status == IDEM_CLAIM_DUPLICATE)
 	{
 		Datum		at = slot_getattr(reg.existing, Anum_inbox_claim_at,
 									  &isnull[1]);
@@ -413,8 +449,8 @@ idem_inbox_claim_batch(PG_FUNCTION_ARGS)
 	bool	   *idnulls;
 	int			nids;
 	BatchItem  *items;
-	ClaimStatus *result;
-	Datum		labels[NUM_CLAIM_STATUS];
+	IdemClaimStatus *result;
+	Datum		labels[IDEM_NUM_CLAIM_STATUS];
 
 	idem_require(fcinfo, 1, "msg_ids");
 	check_may_claim();
@@ -425,7 +461,7 @@ idem_inbox_claim_batch(PG_FUNCTION_ARGS)
 		return (Datum) 0;
 
 	items = palloc(nids * sizeof(BatchItem));
-	result = palloc(nids * sizeof(ClaimStatus));
+	result = palloc(nids * sizeof(IdemClaimStatus));
 	consumer = idem_consumer(name);
 	for (int i = 0; i < nids; i++)
 	{
@@ -447,7 +483,7 @@ idem_inbox_claim_batch(PG_FUNCTION_ARGS)
 	}
 	idem_unique_close(&reg);
 
-	for (int i = 0; i < NUM_CLAIM_STATUS; i++)
+	for (int i = 0; i < IDEM_NUM_CLAIM_STATUS; i++)
 		labels[i] = idem_enum_datum(TupleDescAttr(rsinfo->setDesc, 1)->atttypid,
 									claim_labels[i]);
 	for (int i = 0; i < nids; i++)

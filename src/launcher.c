@@ -60,9 +60,10 @@ static const struct
 {
 	const char *type;
 	const char *function;
-}			programs[IDEM_WORKER_KINDS] = {
+}			programs[] = {
 	[IDEM_WORKER_MAINTENANCE] = {"idem maintenance", "idem_maintenance_main"},
-	[IDEM_WORKER_RELAY] = {"idem relay", "idem_relay_main"}
+	[IDEM_WORKER_RELAY] = {"idem relay", "idem_relay_main"},
+	[IDEM_WORKER_HANDLER] = {"idem handler", "idem_handler_main"}
 };
 
 /* Why a database has no worker. */
@@ -189,12 +190,14 @@ static bool
 register_worker(Oid oid, IdemWorkerKind kind, BackgroundWorkerHandle **handle)
 {
 	BackgroundWorker worker;
+	int			program = Min(kind, IDEM_WORKER_HANDLER);
 
 	memset(&worker, 0, sizeof(worker));
-	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for database %u", programs[kind].type, oid);
-	strlcpy(worker.bgw_type, programs[kind].type, BGW_MAXLEN);
+	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for database %u", programs[program].type, oid);
+	strlcpy(worker.bgw_type, programs[program].type, BGW_MAXLEN);
 	strlcpy(worker.bgw_library_name, "idem", BGW_MAXLEN);
-	strlcpy(worker.bgw_function_name, programs[kind].function, BGW_MAXLEN);
+	strlcpy(worker.bgw_function_name, programs[program].function, BGW_MAXLEN);
+	memcpy(worker.bgw_extra, &kind, sizeof(kind));
 	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION;
 	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
 	worker.bgw_restart_time = BGW_NEVER_RESTART;	/* that is our job */
@@ -479,6 +482,11 @@ describe_managed(const IdemDatabase *db, IdemWorkerKind kind,
 	else if (kind == IDEM_WORKER_RELAY && !db->installed)
 		*reason = first->reason[0] != '\0' ? pstrdup(first->reason) :
 			"the maintenance worker has not looked at this database yet";
+	else if (kind >= IDEM_WORKER_HANDLER && idem_handler_workers == 0)
+	{
+		*state = "off";
+		*reason = "idem.handler_workers is 0";
+	}
 	else if (worker->reason[0] != '\0')
 		*reason = pstrdup(worker->reason);
 

@@ -22,8 +22,6 @@
 #include "access/table.h"
 #include "access/tableam.h"
 #include "access/xact.h"
-#include "catalog/pg_am.h"
-#include "catalog/pg_index.h"
 #include "catalog/pg_type.h"
 #include "executor/tuptable.h"
 #include "mb/pg_wchar.h"
@@ -41,6 +39,7 @@
 #include "log.h"
 #include "outbox.h"
 #include "statement.h"
+#include "unique.h"
 #include "wake.h"
 
 #define LAST_SEQ " COALESCE(pg_catalog.pg_sequence_last_value('idem.outbox_seq'), 0)"
@@ -386,35 +385,6 @@ idem_reader_stop(IdemReader *reader)
 	reader->pos.b = 0;
 }
 
-/*
- * Open the index of a segment that begins with these columns.  It is looked
- * for under the lock on the table, by what it is and not by its name.
- */
-static Relation
-open_index(Relation heap, AttrNumber first, AttrNumber second)
-{
-	ListCell   *lc;
-
-	foreach(lc, RelationGetIndexList(heap))
-	{
-		Relation	index = index_open(lfirst_oid(lc), AccessShareLock);
-		Form_pg_index form = index->rd_index;
-
-		if (form->indisvalid && index->rd_rel->relam == BTREE_AM_OID &&
-			heap_attisnull(index->rd_indextuple, Anum_pg_index_indpred, NULL) &&
-			form->indkey.values[0] == first &&
-			(second == 0 ||
-			 (form->indnkeyatts > 1 && form->indkey.values[1] == second)))
-			return index;
-		index_close(index, AccessShareLock);
-	}
-	ereport(ERROR,
-			(errcode(ERRCODE_UNDEFINED_OBJECT),
-			 errmsg("table \"idem.%s\" lacks an index that the relay needs",
-					RelationGetRelationName(heap)),
-			 errhint("Create it anew: one on (seq), one on (xid, seq).")));
-}
-
 /* Open the segments that hold anything, with the index wanted. */
 static void
 open_segments(LogPage *page, AttrNumber first, AttrNumber second)
@@ -430,7 +400,7 @@ open_segments(LogPage *page, AttrNumber first, AttrNumber second)
 			continue;
 		}
 		page->heaps[i] = heap;
-		page->indexes[i] = open_index(heap, first, second);
+		page->indexes[i] = idem_index_open(heap, first, second);
 	}
 }
 

@@ -23,13 +23,11 @@
 #include "commands/trigger.h"
 #include "executor/executor.h"
 #include "executor/spi.h"
-#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "port/pg_bswap.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
-#include "utils/json.h"
 #include "utils/jsonb.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
@@ -42,15 +40,12 @@
 #include "guc.h"
 #include "input.h"
 #include "outbox.h"
+#include "payload.h"
 #include "retention.h"
 #include "stat.h"
 #include "statement.h"
 #include "unique.h"
 #include "wake.h"
-
-#define MAX_CONTENT_TYPE	255
-#define JSON_TYPE			"application/json"
-#define BINARY_TYPE			"application/octet-stream"
 
 /* What is to be enqueued; zero means absent. */
 typedef struct Enqueue
@@ -104,241 +99,6 @@ new_id(TimestampTz now, pg_uuid_t *id)
 	memcpy(id->data + 8, pool + sizeof(pool) - left, 8);
 	id->data[8] = (id->data[8] & 0x3F) | 0x80;
 	left -= 8;
-}
-
-/* Text of others that ends up in protocols must not control them. */
-static void
-check_printable(const char *s, int len, const char *what, bool ascii)
-{
-	for (int i = 0; i < len; i++)
-	{
-		unsigned char c = s[i];
-
-		if (c < 0x20 || c == 0x7F || (ascii && c > 0x7F))
-			ereport(ERROR,
-					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-					 errmsg("%s contains a character that cannot be sent", what),
-					 errdetail("The byte at position %d is 0x%02x.", i + 1, c)));
-	}
-}
-
-static text *
-topic_arg(FunctionCallInfo fcinfo, int arg)
-{
-	text	   *topic = idem_name_arg(fcinfo, arg, "topic");
-
-	check_printable(VARDATA_ANY(topic), VARSIZE_ANY_EXHDR(topic), "topic", false);
-	return topic;
-}
-
-static void
-check_key(text *key)
-{
-	idem_check_id(key, "key");
-	check_printable(VARDATA_ANY(key), VARSIZE_ANY_EXHDR(key), "key", false);
-}
-
-static void
-check_content_type(text *type)
-{
-	int			len = VARSIZE_ANY_EXHDR(type);
-
-	if (len == 0 || len > MAX_CONTENT_TYPE)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("content_type must have 1 to %d bytes", MAX_CONTENT_TYPE)));
-	check_printable(VARDATA_ANY(type), len, "content_type", true);
-}
-
-/* A header's name is a token, as in HTTP. */
-static void
-check_header_name(const char *name, int len)
-{
-	if (len == 0 || len > 255)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("name of a header must have 1 to 255 bytes")));
-	for (int i = 0; i < len; i++)
-	{
-		if (!isalnum((unsigned char) name[i]) || (unsigned char) name[i] > 0x7F)
-		{
-			if (strchr("!#$%&'*+-.^_`|~", name[i]) == NULL || name[i] == '\0')
-				ereport(ERROR,
-						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-						 errmsg("name of a header contains a character that cannot be sent"),
-						 errhint("Use letters, digits and any of !#$%%&'*+-.^_`|~.")));
-		}
-	}
-}
-
-/* Append a header's value to the text that is kept. */
-static void
-put_header_value(StringInfo buf, JsonbValue *v)
-{
-	switch (v->type)
-	{
-		case jbvString:
-			check_printable(v->val.string.val, v->val.string.len, "value of a header", false);
-			escape_json(buf, pnstrdup(v->val.string.val, v->val.string.len));
-			break;
-		case jbvNumeric:
-			appendStringInfoString(buf, DatumGetCString(DirectFunctionCall1(numeric_out,
-																			NumericGetDatum(v->val.numeric))));
-			break;
-		case jbvBool:
-			appendStringInfoString(buf, v->val.boolean ? "true" : "false");
-			break;
-		default:
-			ereport(ERROR,
-					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-					 errmsg("value of a header must be a string, a number or a boolean")));
-	}
-}
-
-/*
- * Headers as they are kept, with the trace context of the session if they
- * have none; NULL if there is nothing.
- */
-static text *
-make_headers(Jsonb *headers)
-{
-	StringInfoData buf;
-	JsonbIterator *it;
-	JsonbIteratorToken token;
-	JsonbValue	v;
-	bool		traced = false;
-	bool		has_trace = idem_traceparent != NULL && idem_traceparent[0] != '\0';
-
-	if (headers == NULL && !has_trace)
-		return NULL;
-	if (headers != NULL && !JB_ROOT_IS_OBJECT(headers))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("headers must be a JSON object")));
-
-	initStringInfo(&buf);
-	appendStringInfoChar(&buf, '{');
-	if (headers != NULL)
-	{
-		it = JsonbIteratorInit(&headers->root);
-		while ((token = JsonbIteratorNext(&it, &v, true)) != WJB_DONE)
-		{
-			if (token == WJB_KEY)
-			{
-				check_header_name(v.val.string.val, v.val.string.len);
-				traced |= pg_strncasecmp(v.val.string.val, "traceparent",
-										 Max(v.val.string.len, 11)) == 0;
-				if (buf.len > 1)
-					appendStringInfoChar(&buf, ',');
-				escape_json(&buf, pnstrdup(v.val.string.val, v.val.string.len));
-				appendStringInfoChar(&buf, ':');
-			}
-			else if (token == WJB_VALUE)
-				put_header_value(&buf, &v);
-		}
-	}
-	if (has_trace && !traced)
-		appendStringInfo(&buf, "%s\"traceparent\":\"%s\"", buf.len > 1 ? "," : "",
-						 idem_traceparent);
-	appendStringInfoChar(&buf, '}');
-	if (buf.len == 2)
-		return NULL;
-	if (buf.len > IDEM_MAX_HEADERS)
-		ereport(ERROR,
-				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
-				 errmsg("headers are too long"),
-				 errdetail("They have %d bytes; the limit is %d.", buf.len, IDEM_MAX_HEADERS)));
-	return cstring_to_text_with_len(buf.data, buf.len);
-}
-
-static void
-hint_about_text(void *arg pg_attribute_unused())
-{
-	errhint("A text payload must be JSON. Give content_type for other text, or cast the payload to bytea.");
-}
-
-/* Raise if this is not JSON. */
-static void
-check_json(const char *s)
-{
-	ErrorContextCallback hint;
-
-	hint.callback = hint_about_text;
-	hint.arg = NULL;
-	hint.previous = error_context_stack;
-	error_context_stack = &hint;
-	(void) DirectFunctionCall1(json_in, CStringGetDatum(s));
-	error_context_stack = hint.previous;
-}
-
-/* Text of the database as bytes in UTF-8. */
-static bytea *
-utf8_body(const char *s, int len)
-{
-	char	   *utf8 = pg_server_to_any(s, len, PG_UTF8);
-
-	if (utf8 != s)
-		len = strlen(utf8);
-	else if (GetDatabaseEncoding() != PG_UTF8)
-		pg_verify_mbstr(PG_UTF8, utf8, len, false);
-	return (bytea *) cstring_to_text_with_len(utf8, len);
-}
-
-/* The body of a message, and its content type if it goes without saying. */
-static void
-make_body(Enqueue *e, Datum payload, Oid type)
-{
-	char	   *s;
-
-	switch (type)
-	{
-		case BYTEAOID:
-			e->body = DatumGetByteaPP(payload);
-			if (e->content_type == NULL)
-				e->content_type = cstring_to_text(BINARY_TYPE);
-			break;
-		case JSONBOID:
-			{
-				Jsonb	   *jb = DatumGetJsonbP(payload);
-				StringInfoData buf;
-
-				initStringInfo(&buf);
-				(void) JsonbToCString(&buf, &jb->root, VARSIZE(jb));
-				e->body = utf8_body(buf.data, buf.len);
-				break;
-			}
-		case JSONOID:
-			s = TextDatumGetCString(payload);
-			e->body = utf8_body(s, strlen(s));
-			break;
-		case UNKNOWNOID:
-		case TEXTOID:
-		case VARCHAROID:
-		case BPCHAROID:
-			s = type == UNKNOWNOID ? DatumGetCString(payload) :
-				TextDatumGetCString(payload);
-			if (e->content_type == NULL)
-				check_json(s);
-			e->body = utf8_body(s, strlen(s));
-			break;
-		default:
-			ereport(ERROR,
-					(errcode(ERRCODE_DATATYPE_MISMATCH),
-					 errmsg("payload must not be of type %s", format_type_be(type)),
-					 errhint("It may be json, jsonb, text or bytea.")));
-	}
-	if (VARSIZE_ANY_EXHDR(e->body) > (Size) idem_outbox_max_payload)
-		ereport(ERROR,
-				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
-				 errmsg("payload is too large"),
-				 errdetail("It has %zu bytes; idem.outbox_max_payload is %d.",
-						   (Size) VARSIZE_ANY_EXHDR(e->body), idem_outbox_max_payload),
-				 errhint("Store it elsewhere and send a reference.")));
-
-	/* The default need not be kept. */
-	if (e->content_type != NULL && VARSIZE_ANY_EXHDR(e->content_type) == strlen(JSON_TYPE) &&
-		memcmp(VARDATA_ANY(e->content_type), JSON_TYPE, strlen(JSON_TYPE)) == 0)
-		e->content_type = NULL;
 }
 
 /* Count for a topic; the last one is remembered. */
@@ -505,14 +265,14 @@ idem_outbox_enqueue(PG_FUNCTION_ARGS)
 
 	check_may_enqueue();
 	e.now = GetCurrentTimestamp();
-	e.topic = topic_arg(fcinfo, 0);
+	e.topic = idem_topic_arg(fcinfo, 0);
 	idem_require(fcinfo, 1, "payload");
 	if (!PG_ARGISNULL(2))
 	{
 		e.key = PG_GETARG_TEXT_PP(2);
-		check_key(e.key);
+		idem_check_key(e.key);
 	}
-	e.headers = make_headers(PG_ARGISNULL(3) ? NULL : PG_GETARG_JSONB_P(3));
+	e.headers = idem_payload_headers(PG_ARGISNULL(3) ? NULL : PG_GETARG_JSONB_P(3));
 	if (!PG_ARGISNULL(4))
 	{
 		e.has_id = true;
@@ -529,9 +289,9 @@ idem_outbox_enqueue(PG_FUNCTION_ARGS)
 	if (!PG_ARGISNULL(7))
 	{
 		e.content_type = PG_GETARG_TEXT_PP(7);
-		check_content_type(e.content_type);
+		idem_check_content_type(e.content_type);
 	}
-	make_body(&e, PG_GETARG_DATUM(1), get_fn_expr_argtype(fcinfo->flinfo, 1));
+	e.body = idem_payload_body(PG_GETARG_DATUM(1), get_fn_expr_argtype(fcinfo->flinfo, 1), &e.content_type);
 	PG_RETURN_UUID_P(enqueue(&e));
 }
 
@@ -584,7 +344,7 @@ idem_outbox_enqueue_batch(PG_FUNCTION_ARGS)
 	int			n;
 
 	check_may_enqueue();
-	topic = topic_arg(fcinfo, 0);
+	topic = idem_topic_arg(fcinfo, 0);
 	idem_require(fcinfo, 1, "payloads");
 	array = PG_GETARG_ARRAYTYPE_P(1);
 	type = ARR_ELEMTYPE(array);
@@ -595,14 +355,14 @@ idem_outbox_enqueue_batch(PG_FUNCTION_ARGS)
 	if (!PG_ARGISNULL(4))
 	{
 		content_type = PG_GETARG_TEXT_PP(4);
-		check_content_type(content_type);
+		idem_check_content_type(content_type);
 	}
 	if (n == 0)
 		PG_RETURN_ARRAYTYPE_P(construct_empty_array(UUIDOID));
 
 	list = palloc0(n * sizeof(Enqueue));
 	ids = palloc(n * sizeof(Datum));
-	no_headers = make_headers(NULL);
+	no_headers = idem_payload_headers(NULL);
 	for (int i = 0; i < n; i++)
 	{
 		Enqueue    *e = &list[i];
@@ -617,11 +377,11 @@ idem_outbox_enqueue_batch(PG_FUNCTION_ARGS)
 		if (keys != NULL && !key_nulls[i])
 		{
 			e->key = DatumGetTextPP(keys[i]);
-			check_key(e->key);
+			idem_check_key(e->key);
 		}
 		e->headers = headers == NULL || header_nulls[i] ? no_headers :
-			make_headers(DatumGetJsonbP(headers[i]));
-		make_body(e, payloads[i], type);
+			idem_payload_headers(DatumGetJsonbP(headers[i]));
+		e->body = idem_payload_body(payloads[i], type, &e->content_type);
 		new_id(now, &e->id);
 		ids[i] = UUIDPGetDatum(&e->id);
 	}
@@ -765,12 +525,12 @@ idem_outbox_capture(PG_FUNCTION_ARGS)
 		ereport(ERROR,
 				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
 				 errmsg("topic is too long")));
-	check_printable(VARDATA_ANY(e.topic), VARSIZE_ANY_EXHDR(e.topic), "topic", false);
+	idem_check_printable(VARDATA_ANY(e.topic), VARSIZE_ANY_EXHDR(e.topic), "topic", false);
 	if (e.key != NULL)
-		check_key(e.key);
+		idem_check_key(e.key);
 	if (e.content_type != NULL)
-		check_content_type(e.content_type);
-	e.headers = make_headers(headers);
+		idem_check_content_type(e.content_type);
+	e.headers = idem_payload_headers(headers);
 	if (type == InvalidOid)
 	{
 		payload = DirectFunctionCall1(row_to_json,
@@ -778,7 +538,7 @@ idem_outbox_capture(PG_FUNCTION_ARGS)
 															   RelationGetDescr(trigger->tg_relation)));
 		type = JSONOID;
 	}
-	make_body(&e, payload, type);
+	e.body = idem_payload_body(payload, type, &e.content_type);
 	(void) enqueue(&e);
 	return PointerGetDatum(NULL);
 }

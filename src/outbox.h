@@ -21,9 +21,6 @@
 #define Anum_outbox_body			10
 #define Natts_outbox				10
 
-/* Longest headers, in bytes as they are kept. */
-#define IDEM_MAX_HEADERS			65536
-
 extern int64 idem_outbox_forget(int32 max_rows);
 
 #endif							/* IDEM_OUTBOX_H */

@@ -423,7 +423,7 @@ idem_dead_letter_put(const char *server, const IdemMessage *m,
 	static IdemStatement st = {
 		.sql = "INSERT INTO idem.dead_letter (origin, name, msg_id, topic, key, destination,"
 		" content_type, headers, body, enqueued_at, seq, route, attempts, code, reason, first_error)"
-		" SELECT 'server', $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,"
+		" SELECT 'server', $1, $2::text, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,"
 		" coalesce((SELECT p.first_error FROM idem.relay_parked p"
 		" WHERE p.server = $1 AND p.seq = $10 AND p.route = $11), $14)",
 		.nargs = 14,
@@ -558,4 +558,21 @@ idem_position_start(int64 first_seq)
 											 SPI_tuptable->tupdesc, 1, &isnull));
 	SPI_finish();
 	return result;
+}
+
+/* Remove the records of positions that were overtaken. */
+void
+idem_position_forget(const char *server, int64 replay, int64 before)
+{
+	static IdemStatement st = {
+		.sql = "DELETE FROM idem.relay_position WHERE server = $1 AND replay = $2 AND id < $3",
+		.nargs = 3,
+		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	Datum		values[3] = {CStringGetTextDatum(server), Int64GetDatum(replay),
+	Int64GetDatum(before)};
+
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	SPI_finish();
 }

@@ -52,6 +52,7 @@ extern bool idem_position_load(const char *server, int64 replay, IdemPosition *p
 							   int64 *id);
 extern void idem_position_record(const char *server, int64 replay,
 								 const IdemPosition *pos, int64 id);
+extern void idem_position_forget(const char *server, int64 replay, int64 before);
 extern int64 idem_position_start(int64 first_seq);
 
 #endif							/* IDEM_PARKED_H */

@@ -46,6 +46,7 @@
 #include "fault.h"
 #include "guc.h"
 #include "launcher.h"
+#include "local.h"
 #include "relay.h"
 #include "route.h"
 #include "segment.h"
@@ -385,6 +386,7 @@ read_orders(bool asked)
 		}
 		MemoryContextSwitchTo(old);
 	}
+	idem_local_orders(newest != NULL ? newest->id : 0, !at_home);
 	commit();
 }
 
@@ -720,6 +722,29 @@ feed(IdemDelivery *d, bool *hungry)
 	return fed;
 }
 
+/* Hand messages to consumers in this database; true if there were any. */
+static bool
+feed_local(bool *hungry)
+{
+	MemoryContext context = CurrentMemoryContext;
+	volatile bool fed = false;
+
+	if (record_again_at != 0)
+		return false;
+	PG_TRY();
+	{
+		fed = idem_local_read(newest != NULL ? newest->id : 0, hungry);
+	}
+	PG_CATCH();
+	{
+		carry_on(context);
+		idem_local_reset();
+		orders_changed = true;
+	}
+	PG_END_TRY();
+	return fed;
+}
+
 /* Show the world where a server stands. */
 static void
 publish(IdemDelivery *d)
@@ -772,6 +797,8 @@ turn(void)
 			IDEM_FAULT("relay-sent");
 		publish(d);
 	}
+
+	busy |= feed_local(&hungry);
 
 	/* While we pause, nobody needs to wake us. */
 	tick_waits = hungry && !busy && tick_pause() > 0;

@@ -24,12 +24,14 @@
 /*
  * idem_replays_load
  *		The replays of a server that are not finished, a list of IdemReplay.
+ *
+ * Those to consumers of this database are of the server with the empty name.
  */
 List *
 idem_replays_load(const char *server)
 {
 	static IdemStatement st = {
-		.sql = "SELECT id, coalesce(route, 0), coalesce(tick, 0), from_seq, since, until"
+		.sql = "SELECT id, coalesce(route, 0), coalesce(tick, 0), from_seq, since, until, consumer, fresh"
 		" FROM idem.relay_replay WHERE server = $1 AND finished_at IS NULL ORDER BY id",
 		.nargs = 1,
 		.types = {TEXTOID}
@@ -58,6 +60,8 @@ idem_replays_load(const char *server)
 		replay->since = isnull ? DT_NOBEGIN : DatumGetTimestampTz(value);
 		value = SPI_getbinval(row, desc, 6, &isnull);
 		replay->until = isnull ? DT_NOEND : DatumGetTimestampTz(value);
+		replay->consumer = SPI_getvalue(row, desc, 7);
+		replay->fresh = DatumGetBool(SPI_getbinval(row, desc, 8, &isnull));
 		result = lappend(result, replay);
 		MemoryContextSwitchTo(old);
 	}

@@ -15,6 +15,8 @@ typedef struct IdemReplay
 {
 	int64		id;
 	int64		route;			/* 0: all routes */
+	char	   *consumer;		/* or NULL: to a server */
+	bool		fresh;			/* all of it is new there */
 	int64		tick;			/* up to which messages are old; 0: not begun */
 	int64		from_seq;
 	TimestampTz since;

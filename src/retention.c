@@ -36,12 +36,15 @@
 #include "utils/syscache.h"
 
 #include "catalog.h"
+#include "declared.h"
 #include "guc.h"
 #include "input.h"
 #include "outbox.h"
 #include "retention.h"
 #include "statement.h"
 #include "sweep.h"
+#include "take.h"
+#include "work.h"
 #include "worker.h"
 
 /* Keys are larger than claims, so there are fewer of them in a batch. */
@@ -354,6 +357,62 @@ database_has_extension(void)
 	return result;
 }
 
+/* Does any consumer have a handler? */
+static bool
+has_handlers(void)
+{
+	bool		result = false;
+	ListCell   *lc;
+
+	start_transaction("looking for handlers");
+	foreach(lc, idem_declared_all())
+		result |= ((IdemDeclared *) lfirst(lc))->handler != NULL;
+	end_transaction();
+	return result;
+}
+
+/* Count attempts at messages that ended with their transaction; were there any? */
+static bool
+record_lost(void)
+{
+	bool		more = true;
+	int			n = 0;
+
+	while (more && start_batch("counting attempts"))
+	{
+		more = idem_work_record_lost();
+		n += more;
+		end_transaction();
+	}
+	return n > 0;
+}
+
+/*
+ * What waits for nothing goes on, and outcomes go with the claims that they
+ * belong to; false if we are to stop.
+ */
+static bool
+tend_work(IdemDatabase *db)
+{
+	static IdemStatement outcomes = {
+		.sql = "DELETE FROM idem.inbox_outcome o WHERE o.ctid = ANY (ARRAY("
+		"SELECT p.ctid FROM idem.inbox_outcome p WHERE p.at < pg_catalog.now() - $1 * interval '1 second'"
+		" AND NOT EXISTS (SELECT FROM idem.inbox_claim c WHERE c.key = p.claim) LIMIT 1000))",
+		.nargs = 1,
+		.types = {INT4OID}
+	};
+	Datum		values[1] = {Int32GetDatum(Min(idem_inbox_retention, 60))};
+
+	if (!start_batch("tending what waits for consumers"))
+		return false;
+	idem_take_promote();
+	SPI_connect();
+	idem_statement_run(&outcomes, values, NULL);
+	SPI_finish();
+	end_transaction();
+	return rest(db, idem_maintenance_delay);
+}
+
 /* One run over everything; false if we are to stop. */
 static bool
 run(IdemDatabase *db, IdemSweep *sweep)
@@ -361,12 +420,12 @@ run(IdemDatabase *db, IdemSweep *sweep)
 	bool		installed = database_has_extension();
 	bool		go_on = true;
 
-	idem_worker_found(db, installed);
+	idem_worker_found(db, installed, installed && has_handlers());
 	if (!installed)
 		return false;
 
 	if (idem_maintenance)
-		go_on = purge_claims(db, sweep) && purge_keys(db) && purge_outbox(db);
+		go_on = purge_claims(db, sweep) && purge_keys(db) && purge_outbox(db) && tend_work(db);
 	if (go_on)
 		idem_worker_succeeded(db, IDEM_WORKER_MAINTENANCE);
 	return go_on;
@@ -408,8 +467,15 @@ idem_maintenance_main(Datum arg)
 
 	while (run_and_tell(db, &sweep))
 	{
-		if (!rest(db, idem_maintenance_naptime * 1000L))
-			break;
+		TimestampTz wake = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+													   idem_maintenance_naptime * 1000L);
+
+		/* Whoever wakes us only because of an attempt that was lost gets just that. */
+		do
+		{
+			if (!rest(db, TimestampDifferenceMilliseconds(GetCurrentTimestamp(), wake)))
+				proc_exit(0);
+		} while (record_lost());
 	}
 	proc_exit(0);
 }

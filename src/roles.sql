@@ -21,6 +21,13 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.inbox_try_claim(text, uuid),
 			idem.inbox_claim(text, text, boolean, timestamptz),
 			idem.inbox_claim_batch(text, text[]),
+			idem.inbox_store(text, text, "any", text, jsonb, text, text, text, timestamptz, text, text),
+			idem.inbox_next(text, integer, interval),
+			idem.inbox_done(text, text, uuid, jsonb),
+			idem.inbox_retry(text, text, uuid, text, interval),
+			idem.inbox_reject(text, text, uuid, text),
+			idem.inbox_renew(text, text, uuid, interval),
+			idem.inbox_status(text, text),
 			idem.version_advance(text, text, bigint, text)
 			TO idem_consumer, idem_operator;
 		GRANT EXECUTE ON FUNCTION
@@ -45,7 +52,7 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.relay_worker(),
 			idem.relay_stat(),
 			idem.relay_whereabouts(),
-			idem.outbox_replay(text, timestamptz, timestamptz),
+			idem.outbox_replay(text, timestamptz, timestamptz, text),
 			idem.outbox_replay_cancel(bigint),
 			idem.relay_settle(text, uuid, boolean),
 			idem.dead_letter_redrive(bigint[], boolean),
@@ -56,8 +63,12 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.relay_kept, idem.relay_replay, idem.relay_answer, idem.relay_paused, idem.relay_identity, idem.relay_status, idem.dead_letter, idem.stat_outbox
 			TO idem_operator;
 		GRANT EXECUTE ON FUNCTION
-			idem.consumer_create(text, interval),
-			idem.consumer_alter(text, interval),
+			idem.consumer_create(text, regproc, text[], interval, integer, interval, interval, integer, text, text, interval, text[], interval),
+			idem.consumer_alter(text, regproc, text[], interval, integer, interval, interval, integer, text, interval, text[], interval, name, text[]),
+			idem.consumer_drop(text, boolean),
+			idem.consumer_reset(text, boolean),
+			idem.consumer_work(),
+			idem.handler_workers(),
 			idem.inbox_key(text, text),
 			idem.inbox_lookup(text, text),
 			idem.version_reset(text, text),
@@ -69,7 +80,7 @@ CREATE FUNCTION idem.roles_create() RETURNS void
 			idem.key_purge(integer)
 			TO idem_operator;
 		GRANT SELECT ON
-			idem.consumer, idem.inbox_consumer, idem.inbox_claim, idem.inbox,
+			idem.consumer, idem.consumer_status, idem.inbox_message, idem.inbox_parked, idem.inbox_outcome, idem.inbox_seq, idem.inbox_consumer, idem.inbox_claim, idem.inbox,
 			idem.key, idem.version, idem.route, idem.routes, idem.stat_consumer, idem.stat_key,
 			idem.retention_status, idem.stuck
 			TO idem_operator;

@@ -47,49 +47,10 @@
 #include "statement.h"
 #include "wake.h"
 
-/* Who we were before we became the owner. */
-typedef struct Caller
-{
-	Oid			user;
-	int			context;
-	int			guc_level;
-} Caller;
-
 PG_FUNCTION_INFO_V1(idem_route_add);
 PG_FUNCTION_INFO_V1(idem_route_drop);
 PG_FUNCTION_INFO_V1(idem_route_matches);
 PG_FUNCTION_INFO_V1(idem_route_expand);
-
-/*
- * Run statements as the owner of our tables, with a search_path that nobody
- * has a hand in.  After an error the end of the transaction puts it all back.
- */
-static void
-become_owner(Caller *caller)
-{
-	HeapTuple	tup = SearchSysCache1(RELOID, ObjectIdGetDatum(idem_rel(IDEM_REL_ROUTE)));
-	Oid			owner;
-
-	if (!HeapTupleIsValid(tup))
-		elog(ERROR, "cache lookup failed for relation \"idem.route\"");
-	owner = ((Form_pg_class) GETSTRUCT(tup))->relowner;
-	ReleaseSysCache(tup);
-
-	GetUserIdAndSecContext(&caller->user, &caller->context);
-	SetUserIdAndSecContext(owner, caller->context | SECURITY_LOCAL_USERID_CHANGE);
-	caller->guc_level = NewGUCNestLevel();
-	(void) set_config_option("search_path", "pg_catalog, pg_temp",
-							 PGC_USERSET, PGC_S_SESSION, GUC_ACTION_SAVE, true, 0, false);
-	SPI_connect();
-}
-
-static void
-become_caller(const Caller *caller)
-{
-	SPI_finish();
-	AtEOXact_GUC(true, caller->guc_level);
-	SetUserIdAndSecContext(caller->user, caller->context);
-}
 
 static int64
 result_int64(int column)
@@ -316,11 +277,13 @@ check_usage(Oid server, const char *name)
 }
 
 /*
- * Does a new route begin in the past?  *since is DT_NOBEGIN if it does not
- * depend on when a message was enqueued.
+ * idem_route_starts_in_past
+ *		Does a new route, or subscription, begin in the past?
+ *
+ * *since is DT_NOBEGIN if it does not depend on when a message was enqueued.
  */
-static bool
-starts_in_past(const char *start, TimestampTz *since)
+bool
+idem_route_starts_in_past(const char *start, TimestampTz *since)
 {
 	*since = DT_NOBEGIN;
 	if (strcmp(start, "now") == 0 || strcmp(start, "oldest") == 0)
@@ -335,6 +298,24 @@ starts_in_past(const char *start, TimestampTz *since)
 				 errmsg("invalid start_from \"%s\"", start),
 				 errhint("It must be \"now\", \"oldest\" or a time.")));
 	return *since <= GetCurrentTimestamp();
+}
+
+/*
+ * idem_home_mark
+ *		Whoever wants messages delivered is at home here; see relay.c.
+ *
+ * Caller is the owner of our tables, and connected to SPI.
+ */
+void
+idem_home_mark(void)
+{
+	static IdemStatement mark = {
+		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
+		" SELECT * FROM idem.relay_whereabouts()"
+		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
+	};
+
+	(void) idem_statement_run(&mark, NULL, NULL);
 }
 
 /* route_add(pattern, server, destination, start_from) */
@@ -355,12 +336,6 @@ idem_route_add(PG_FUNCTION_ARGS)
 		.nargs = 3,
 		.types = {TEXTOID, INT8OID, INT8OID}
 	};
-	/* Who has routes is at home here; see relay.c. */
-	static IdemStatement mark = {
-		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
-		" SELECT * FROM idem.relay_whereabouts()"
-		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
-	};
 	static IdemStatement seq_at = {
 		.sql = "SELECT idem.outbox_seq_at($1)",
 		.nargs = 1,
@@ -375,13 +350,13 @@ idem_route_add(PG_FUNCTION_ARGS)
 	Oid			oid;
 	Datum		values[5];
 	char		nulls[] = "     ";
-	Caller		caller;
+	IdemCaller	caller;
 	int64		id;
 
 	check_printable(text_to_cstring(pattern), "pattern");
 	idem_require(fcinfo, 3, "start_from");
 	start = text_to_cstring(PG_GETARG_TEXT_PP(3));
-	past = starts_in_past(start, &since);
+	past = idem_route_starts_in_past(start, &since);
 	PreventCommandIfReadOnly("route_add()");
 
 	oid = lock_server(server, AccessShareLock);
@@ -389,7 +364,7 @@ idem_route_add(PG_FUNCTION_ARGS)
 		server_missing(server);
 	check_usage(oid, server);
 
-	become_owner(&caller);
+	idem_become_owner(&caller);
 	if (past)
 	{
 		values[0] = TimestampTzGetDatum(since);
@@ -415,8 +390,8 @@ idem_route_add(PG_FUNCTION_ARGS)
 		values[2] = values[3];
 		(void) idem_statement_run(&replay, values, NULL);
 	}
-	(void) idem_statement_run(&mark, NULL, NULL);
-	become_caller(&caller);
+	idem_home_mark();
+	idem_become_caller(&caller);
 	idem_wake_orders();
 	PG_RETURN_INT64(id);
 }
@@ -440,7 +415,7 @@ idem_route_drop(PG_FUNCTION_ARGS)
 	IdemRoute  *route = NULL;
 	Datum		values[2];
 	Oid			oid;
-	Caller		caller;
+	IdemCaller	caller;
 	ListCell   *lc;
 
 	idem_require(fcinfo, 0, "id");
@@ -463,7 +438,7 @@ idem_route_drop(PG_FUNCTION_ARGS)
 	if (OidIsValid(oid))
 		check_usage(oid, route->server);
 
-	become_owner(&caller);
+	idem_become_owner(&caller);
 	values[0] = Int64GetDatum(route->id);
 	/* there may be nothing that it could take */
 	if (PG_GETARG_BOOL(1) || idem_log_last_seq() < route->first_seq)
@@ -473,7 +448,7 @@ idem_route_drop(PG_FUNCTION_ARGS)
 		values[1] = Int64GetDatum(idem_log_last_seq());
 		(void) idem_statement_run(&close, values, NULL);
 	}
-	become_caller(&caller);
+	idem_become_caller(&caller);
 	idem_wake_orders();
 	PG_RETURN_VOID();
 }
@@ -532,7 +507,7 @@ on_server_drop(const char *name, bool cascade)
 	Datum		value = CStringGetTextDatum(name);
 	StringInfoData ids;
 	ListCell   *lc;
-	Caller		caller;
+	IdemCaller	caller;
 
 	if (!changes_server(name))
 		return;
@@ -557,9 +532,9 @@ on_server_drop(const char *name, bool cascade)
 		ereport(NOTICE,
 				(errmsg("drop cascades to routes to server \"%s\"", name),
 				 errdetail("Routes: %s.", ids.data)));
-	become_owner(&caller);
+	idem_become_owner(&caller);
 	(void) idem_statement_run(&delete, &value, NULL);
-	become_caller(&caller);
+	idem_become_caller(&caller);
 }
 
 static void
@@ -577,14 +552,14 @@ on_server_rename(const char *name, const char *to)
 		.types = {TEXTOID, TEXTOID}
 	};
 	Datum		values[2] = {CStringGetTextDatum(name), CStringGetTextDatum(to)};
-	Caller		caller;
+	IdemCaller	caller;
 
 	/* if the new name is taken, the command says so */
 	if (!changes_server(name) || OidIsValid(get_foreign_server_oid(to, true)))
 		return;
-	become_owner(&caller);
+	idem_become_owner(&caller);
 	(void) idem_statement_run(&update, values, NULL);
-	become_caller(&caller);
+	idem_become_caller(&caller);
 }
 
 /*

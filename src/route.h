@@ -34,9 +34,11 @@ typedef struct IdemRoute
 } IdemRoute;
 
 extern List *idem_routes_load(void);
+extern bool idem_route_starts_in_past(const char *start, TimestampTz *since);
 extern bool idem_route_match(const char *pattern, const char *topic);
 extern char *idem_route_destination(const IdemRoute *route, const char *topic,
 									const char *key);
 extern void idem_route_utility(Node *stmt);
+extern void idem_home_mark(void);
 
 #endif							/* IDEM_ROUTE_H */

@@ -32,6 +32,7 @@
 #include "catalog.h"
 #include "delivery.h"
 #include "guc.h"
+#include "local.h"
 #include "route.h"
 #include "segment.h"
 #include "statement.h"
@@ -105,6 +106,8 @@ all_have_passed(const Segment *segment, List *deliveries)
 {
 	ListCell   *lc;
 
+	if (!idem_local_has_passed(segment->last_seq, segment->last_xid, adopted_id))
+		return false;
 	foreach(lc, deliveries)
 	{
 		IdemDelivery *d = lfirst(lc);
@@ -326,6 +329,7 @@ forget_old(List *deliveries)
 				needed = 0;
 		}
 	}
+	needed = Min(needed, idem_local_forget());
 	if (needed > 0 && needed < PG_INT64_MAX)
 	{
 		values[0] = Int64GetDatum(needed);

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "funcapi.h"
+#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "pgstat.h"
 #include "port/atomics.h"
@@ -72,6 +73,7 @@ typedef struct IdemStatShared
 {
 	LWLock	   *lock;			/* protects the hash and the generation */
 	pg_atomic_uint32 generation;	/* grows when entries are removed */
+	bool		ended_well;		/* the file said so */
 	IdemStatEntry other[IDEM_STAT_KINDS];		/* what did not fit, per kind */
 } IdemStatShared;
 
@@ -159,6 +161,7 @@ read_figures(void)
 		header.magic == STAT_MAGIC && header.record_size == sizeof(record) &&
 		file_is_sound(file, header.nrecords))
 	{
+		shared->ended_well = true;
 		while (header.nrecords-- > 0 &&
 			   fread(&record, sizeof(record), 1, file) == 1)
 		{
@@ -272,6 +275,13 @@ idem_stat_startup(void)
 		on_shmem_exit(write_figures, (Datum) 0);
 }
 
+/* Did the server end in good order, rather than by a crash? */
+bool
+idem_stat_ended_well(void)
+{
+	return shared->ended_well;
+}
+
 /*
  * idem_stat_count
  *		Add to a counter of a consumer or scope of this database.
@@ -281,6 +291,15 @@ idem_stat_startup(void)
 void
 idem_stat_count(IdemStat *stat, IdemStatKind kind, const char *name,
 				IdemStatColumn column, uint64 n)
+{
+	idem_stat_count_from(stat, kind, name, NULL, NULL, column, n);
+}
+
+/* The same, apart for a type and source of messages; NULL: not known. */
+void
+idem_stat_count_from(IdemStat *stat, IdemStatKind kind, const char *name,
+					 const char *type, const char *source,
+					 IdemStatColumn column, uint64 n)
 {
 	uint32		generation;
 
@@ -296,6 +315,10 @@ idem_stat_count(IdemStat *stat, IdemStatKind kind, const char *name,
 		key.database = MyDatabaseId;
 		key.kind = kind;
 		strlcpy(key.name, name, sizeof(key.name));
+		if (type != NULL)
+			strlcpy(key.type, type, pg_mbcliplen(type, strlen(type), STAT_LABEL) + 1);
+		if (source != NULL)
+			strlcpy(key.source, source, pg_mbcliplen(source, strlen(source), STAT_LABEL) + 1);
 
 		LWLockAcquire(shared->lock, LW_SHARED);
 		stat->entry = hash_search(entries, &key, HASH_FIND, NULL);

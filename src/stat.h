@@ -25,6 +25,12 @@ typedef enum IdemStatColumn
 	IDEM_STAT_WAITS,
 	IDEM_STAT_IN_FLIGHT,
 	IDEM_STAT_EXPIRED,
+	IDEM_STAT_STORED,
+	IDEM_STAT_BUSINESS_DUPLICATES,
+	IDEM_STAT_PROCESSED,
+	IDEM_STAT_RETRIED,
+	IDEM_STAT_DEAD,
+	IDEM_STAT_BUSY_USECS,
 
 	IDEM_STAT_STARTED = 0,
 	IDEM_STAT_REPLAYED,
@@ -35,7 +41,7 @@ typedef enum IdemStatColumn
 	IDEM_STAT_ENQUEUED = 0,
 	IDEM_STAT_DEDUPED,
 
-	IDEM_STAT_COLUMNS = 5
+	IDEM_STAT_COLUMNS = 11
 } IdemStatColumn;
 
 /* A place to count, remembered by who counts; zero it to begin with. */
@@ -48,6 +54,10 @@ typedef struct IdemStat
 extern void idem_stat_request(void);
 extern void idem_stat_startup(void);
 extern void idem_stat_forget(Oid database);
+extern bool idem_stat_ended_well(void);
+extern void idem_stat_count_from(IdemStat *stat, IdemStatKind kind, const char *name,
+								 const char *type, const char *source,
+								 IdemStatColumn column, uint64 n);
 extern void idem_stat_count(IdemStat *stat, IdemStatKind kind, const char *name,
 							IdemStatColumn column, uint64 n);
 

@@ -11,6 +11,13 @@
  */
 #include "postgres.h"
 
+#include "access/htup_details.h"
+#include "catalog/pg_class.h"
+#include "miscadmin.h"
+#include "utils/guc.h"
+#include "utils/syscache.h"
+
+#include "catalog.h"
 #include "statement.h"
 
 /*
@@ -39,4 +46,35 @@ idem_statement_run(IdemStatement *st, Datum *values, const char *nulls)
 		elog(ERROR, "could not run \"%s\": %s", st->sql,
 			 SPI_result_code_string(rc));
 	return SPI_processed;
+}
+
+/*
+ * Run statements as the owner of our tables, with a search_path that nobody
+ * has a hand in.  After an error the end of the transaction puts it all back.
+ */
+void
+idem_become_owner(IdemCaller *caller)
+{
+	HeapTuple	tup = SearchSysCache1(RELOID, ObjectIdGetDatum(idem_rel(IDEM_REL_CONSUMER)));
+	Oid			owner;
+
+	if (!HeapTupleIsValid(tup))
+		elog(ERROR, "cache lookup failed for relation \"idem.consumer\"");
+	owner = ((Form_pg_class) GETSTRUCT(tup))->relowner;
+	ReleaseSysCache(tup);
+
+	GetUserIdAndSecContext(&caller->user, &caller->context);
+	SetUserIdAndSecContext(owner, caller->context | SECURITY_LOCAL_USERID_CHANGE);
+	caller->guc_level = NewGUCNestLevel();
+	(void) set_config_option("search_path", "pg_catalog, pg_temp",
+							 PGC_USERSET, PGC_S_SESSION, GUC_ACTION_SAVE, true, 0, false);
+	SPI_connect();
+}
+
+void
+idem_become_caller(const IdemCaller *caller)
+{
+	SPI_finish();
+	AtEOXact_GUC(true, caller->guc_level);
+	SetUserIdAndSecContext(caller->user, caller->context);
 }

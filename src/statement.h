@@ -10,7 +10,7 @@
 
 #include "executor/spi.h"
 
-#define IDEM_STATEMENT_MAX_ARGS 16
+#define IDEM_STATEMENT_MAX_ARGS 20
 
 typedef struct IdemStatement
 {
@@ -20,7 +20,18 @@ typedef struct IdemStatement
 	SPIPlanPtr	plan;			/* filled in at first use */
 } IdemStatement;
 
+/* Who we were before we became the owner of our tables. */
+typedef struct IdemCaller
+{
+	Oid			user;
+	int			context;
+	int			guc_level;
+} IdemCaller;
+
 extern uint64 idem_statement_run(IdemStatement *st, Datum *values,
 								 const char *nulls);
+
+extern void idem_become_owner(IdemCaller *caller);
+extern void idem_become_caller(const IdemCaller *caller);
 
 #endif							/* IDEM_STATEMENT_H */

@@ -18,6 +18,7 @@
 #include "access/table.h"
 #include "access/tableam.h"
 #include "access/xact.h"
+#include "catalog/pg_type.h"
 #include "miscadmin.h"
 #include "storage/bufmgr.h"
 #include "utils/builtins.h"
@@ -25,17 +26,22 @@
 #include "utils/rel.h"
 #include "utils/snapmgr.h"
 #include "utils/timestamp.h"
+#include "utils/uuid.h"
 
 #include "catalog.h"
 #include "consumer.h"
 #include "guc.h"
 #include "inbox.h"
 #include "input.h"
+#include "statement.h"
 #include "sweep.h"
 
 /* A stretch of 1 MB, until there would be too many of them. */
 #define STRETCH_BLOCKS	128
 #define MAX_STRETCHES	16384
+
+/* A claim that may not go yet is looked at again after so many seconds. */
+#define HELD_RETRY		60
 
 typedef struct KeepEntry
 {
@@ -94,6 +100,57 @@ load_declared(Snapshot snapshot)
 }
 
 /*
+ * The claims of messages that are not done yet: retention begins when they
+ * are.  Only those that are, or soon will be, old enough to be in danger; they
+ * are read again before others can be.
+ */
+static HTAB *
+load_held(int64 least)
+{
+	static IdemStatement st = {
+		.sql = "SELECT claim FROM idem.inbox_message WHERE claimed AND stored_at < $1"
+		" UNION ALL SELECT claim FROM idem.inbox_parked WHERE claimed AND stored_at < $1"
+		" UNION ALL SELECT claim FROM idem.dead_letter WHERE claimed AND state = 'dead'",
+		.nargs = 1,
+		.types = {TIMESTAMPTZOID}
+	};
+	static HTAB *held = NULL;
+	static TimestampTz good_until = 0;
+	static int64 good_for = 0;
+	int64		lifetime = Min(60, least / 4) * USECS_PER_SEC;
+	TimestampTz now = GetCurrentTimestamp();
+	HASHCTL		ctl = {
+		.keysize = UUID_LEN,
+		.entrysize = UUID_LEN,
+		.hcxt = TopMemoryContext,
+	};
+	Datum		values[1] = {TimestampTzGetDatum(now - least * USECS_PER_SEC + 2 * lifetime + USECS_PER_SEC)};
+	HTAB	   *found;
+	uint64		n;
+
+	if (held != NULL && now < good_until && least >= good_for)
+		return held;
+	SPI_connect();
+	n = idem_statement_run(&st, values, NULL);
+	found = hash_create("idem held claims", Max(n, 16), &ctl,
+						HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+	for (uint64 i = 0; i < n; i++)
+	{
+		bool		isnull;
+		Datum		claim = SPI_getbinval(SPI_tuptable->vals[i], SPI_tuptable->tupdesc, 1, &isnull);
+
+		(void) hash_search(found, DatumGetUUIDP(claim), HASH_ENTER, NULL);
+	}
+	SPI_finish();
+	if (held != NULL)
+		hash_destroy(held);
+	held = found;
+	good_until = now + lifetime;
+	good_for = least;
+	return held;
+}
+
+/*
  * idem_keep_load
  *		Read how long claims are to be kept, into the current memory context.
  *
@@ -145,6 +202,7 @@ idem_keep_load(IdemKeep *keep)
 		keep->least = Min(keep->least, entry->seconds);
 	hash_destroy(declared);
 	UnregisterSnapshot(snapshot);
+	keep->held = load_held(keep->least);
 }
 
 static int64
@@ -153,6 +211,12 @@ keep_seconds(const IdemKeep *keep, int32 id)
 	KeepEntry  *entry = hash_search(keep->by_id, &id, HASH_FIND, NULL);
 
 	return entry != NULL ? entry->seconds : keep->other;
+}
+
+static bool
+is_held(const IdemKeep *keep, Datum claim)
+{
+	return hash_search(keep->held, DatumGetUUIDP(claim), HASH_FIND, NULL) != NULL;
 }
 
 /* Is any consumer's retention shorter than it was? */
@@ -217,6 +281,8 @@ idem_sweep_blocks(BlockNumber start, BlockNumber n, const IdemKeep *keep,
 		CHECK_FOR_INTERRUPTS();
 		if (due >= now)
 			*next_due = Min(*next_due, due);
+		else if (is_held(keep, heap_getattr(row, Anum_inbox_claim_key, desc, &isnull)))
+			*next_due = Min(*next_due, now + HELD_RETRY);
 		else if (table_tuple_delete(rel, &row->t_self, GetCurrentCommandId(true),
 									snapshot, InvalidSnapshot, false,
 									&failure, false) == TM_Ok)

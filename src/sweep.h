@@ -15,6 +15,7 @@
 typedef struct IdemKeep
 {
 	HTAB	   *by_id;			/* number of a consumer -> seconds */
+	HTAB	   *held;			/* claims of messages that wait, or are dead letters */
 	int64		other;			/* for consumers that declared nothing */
 	int64		least;			/* the shortest of all */
 } IdemKeep;

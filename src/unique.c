@@ -20,10 +20,13 @@
 #include "postgres.h"
 
 #include "access/heapam.h"
+#include "access/htup_details.h"
 #include "access/table.h"
 #include "access/tableam.h"
 #include "access/xact.h"
 #include "catalog/index.h"
+#include "catalog/pg_am.h"
+#include "catalog/pg_index.h"
 #include "executor/executor.h"
 #include "miscadmin.h"
 #include "storage/lmgr.h"
@@ -204,6 +207,38 @@ idem_unique_await_updater(IdemUnique *u)
 	u->waits++;
 	XactLockTableWait(updater, u->heap, &tid, XLTW_Update);
 	return true;
+}
+
+/*
+ * idem_index_open
+ *		Open the index of a table that begins with these columns.
+ *
+ * It is looked for under the lock on the table, by what it is and not by its
+ * name.  With 0 for the second column, any will do.
+ */
+Relation
+idem_index_open(Relation heap, AttrNumber first, AttrNumber second)
+{
+	ListCell   *lc;
+
+	foreach(lc, RelationGetIndexList(heap))
+	{
+		Relation	index = index_open(lfirst_oid(lc), AccessShareLock);
+		Form_pg_index form = index->rd_index;
+
+		if (form->indisvalid && index->rd_rel->relam == BTREE_AM_OID &&
+			heap_attisnull(index->rd_indextuple, Anum_pg_index_indpred, NULL) &&
+			form->indkey.values[0] == first &&
+			(second == 0 ||
+			 (form->indnkeyatts > 1 && form->indkey.values[1] == second)))
+			return index;
+		index_close(index, AccessShareLock);
+	}
+	ereport(ERROR,
+			(errcode(ERRCODE_UNDEFINED_OBJECT),
+			 errmsg("table \"idem.%s\" lacks an index that is needed",
+					RelationGetRelationName(heap)),
+			 errhint("Create it anew, as in another database that has the extension.")));
 }
 
 /* Enter a new row into some indexes, whatever their kind. */

@@ -53,6 +53,8 @@ extern bool idem_unique_await_updater(IdemUnique *u);
 extern void idem_unique_release(IdemUnique *u);
 extern void idem_unique_close(IdemUnique *u);
 
+extern Relation idem_index_open(Relation heap, AttrNumber first,
+								AttrNumber second);
 extern void idem_insert_rows(Relation heap, HeapTuple *rows, int n);
 extern void idem_insert_row(Relation heap, Datum *values, bool *isnull);
 

@@ -17,6 +17,7 @@
 #include "access/xact.h"
 #include "miscadmin.h"
 #include "port/atomics.h"
+#include "port/pg_bitutils.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
 #include "storage/lwlock.h"
@@ -26,6 +27,7 @@
 #include "compat.h"
 #include "guc.h"
 #include "wake.h"
+#include "worker.h"
 
 typedef struct WakeSlot
 {
@@ -34,6 +36,8 @@ typedef struct WakeSlot
 	pg_atomic_uint32 segment;
 	pg_atomic_uint32 orders;	/* servers, routes or the like have changed */
 	int			procno;			/* of the relay, or -1 */
+	pg_atomic_uint32 handlers_asleep;	/* a bit for each */
+	int			handlers[IDEM_MAX_HANDLERS];	/* their numbers, or -1 */
 } WakeSlot;
 
 typedef struct WakeShared
@@ -47,6 +51,7 @@ static WakeShared *shared = NULL;
 static WakeSlot *my_slot = NULL;
 static bool enqueued = false;
 static bool ordered = false;
+static bool expects_handlers = false;
 
 static Size
 shared_size(void)
@@ -112,7 +117,7 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 {
 	WakeSlot   *slot;
 
-	if (!(enqueued || ordered) || event == XACT_EVENT_PRE_COMMIT ||
+	if (!(enqueued || ordered || expects_handlers) || event == XACT_EVENT_PRE_COMMIT ||
 		event == XACT_EVENT_PRE_PREPARE)
 		return;
 	if (event == XACT_EVENT_COMMIT)
@@ -121,9 +126,12 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 		if (slot != NULL)
 			pg_atomic_write_u32(&slot->orders, 1);
 		idem_wake_now();
+		if (expects_handlers)
+			idem_worker_expect_handlers();
 	}
 	enqueued = false;
 	ordered = false;
+	expects_handlers = false;
 }
 
 void
@@ -146,6 +154,9 @@ idem_wake_startup(void)
 			pg_atomic_init_u32(&slot->segment, 0);
 			pg_atomic_init_u32(&slot->orders, 0);
 			slot->procno = -1;
+			pg_atomic_init_u32(&slot->handlers_asleep, 0);
+			for (int j = 0; j < IDEM_MAX_HANDLERS; j++)
+				slot->handlers[j] = -1;
 		}
 	}
 	LWLockRelease(AddinShmemInitLock);
@@ -181,6 +192,13 @@ idem_wake_orders(void)
 	ordered = true;
 }
 
+/* This transaction has given a consumer a handler. */
+void
+idem_wake_expect_handlers(void)
+{
+	expects_handlers = true;
+}
+
 static void
 detach(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 {
@@ -192,43 +210,134 @@ detach(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 	LWLockRelease(shared->lock);
 }
 
+/* Does any worker of its database still use this slot? */
+static bool
+in_use(const WakeSlot *slot)
+{
+	bool		used = slot->procno >= 0;
+
+	for (int i = 0; i < IDEM_MAX_HANDLERS; i++)
+		used |= slot->handlers[i] >= 0;
+	return used;
+}
+
 /*
- * idem_wake_attach
- *		Make this process the one that is woken.
+ * Find the slot of this database, or take one.
  *
  * There are as many slots as databases with workers; one that belonged to a
- * database that has no relay any more may be taken over.
+ * database that has no workers any more may be taken over.  Caller holds the
+ * lock exclusively.
+ */
+static void
+take_slot(void)
+{
+	if (find_slot() != NULL)
+		return;
+	for (int pass = 0; pass < 2 && my_slot == NULL; pass++)
+	{
+		for (int i = 0; i < shared->nslots && my_slot == NULL; i++)
+		{
+			WakeSlot   *slot = &shared->slots[i];
+
+			if (!in_use(slot) &&
+				(pass > 0 ||
+				 pg_atomic_read_u32(&slot->database) == InvalidOid))
+				my_slot = slot;
+		}
+	}
+	if (my_slot != NULL)
+	{
+		pg_atomic_write_u32(&my_slot->segment, 0);
+		pg_atomic_write_u32(&my_slot->database, MyDatabaseId);
+	}
+}
+
+/*
+ * idem_wake_attach
+ *		Make this process the relay that is woken.
  */
 void
 idem_wake_attach(void)
 {
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-	if (find_slot() == NULL)
-	{
-		for (int pass = 0; pass < 2 && my_slot == NULL; pass++)
-		{
-			for (int i = 0; i < shared->nslots && my_slot == NULL; i++)
-			{
-				WakeSlot   *slot = &shared->slots[i];
-
-				if (slot->procno < 0 &&
-					(pass > 0 ||
-					 pg_atomic_read_u32(&slot->database) == InvalidOid))
-					my_slot = slot;
-			}
-		}
-		if (my_slot != NULL)
-		{
-			pg_atomic_write_u32(&my_slot->segment, 0);
-			pg_atomic_write_u32(&my_slot->database, MyDatabaseId);
-		}
-	}
+	take_slot();
 	if (my_slot != NULL)
 	{
 		my_slot->procno = idem_my_procno();
 		before_shmem_exit(detach, (Datum) 0);
 	}
 	LWLockRelease(shared->lock);
+}
+
+static void
+detach_handler(int code pg_attribute_unused(), Datum arg)
+{
+	int			me = DatumGetInt32(arg);
+
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	pg_atomic_fetch_and_u32(&my_slot->handlers_asleep, ~((uint32) 1 << me));
+	my_slot->handlers[me] = -1;
+	LWLockRelease(shared->lock);
+}
+
+/* Make this process one of those that are woken to run handlers. */
+void
+idem_wake_handler_attach(int me)
+{
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	take_slot();
+	if (my_slot != NULL)
+	{
+		my_slot->handlers[me] = idem_my_procno();
+		before_shmem_exit(detach_handler, Int32GetDatum(me));
+	}
+	LWLockRelease(shared->lock);
+}
+
+/* As idem_wake_prepare_sleep(). */
+void
+idem_wake_handler_sleeps(int me)
+{
+	if (my_slot != NULL)
+		pg_atomic_fetch_or_u32(&my_slot->handlers_asleep, (uint32) 1 << me);
+}
+
+void
+idem_wake_handler_awake(int me)
+{
+	if (my_slot != NULL)
+		pg_atomic_fetch_and_u32(&my_slot->handlers_asleep, ~((uint32) 1 << me));
+}
+
+/*
+ * idem_wake_handler
+ *		Wake one of the processes that run handlers, if any sleeps.
+ *
+ * What it is to find must be visible before.
+ */
+void
+idem_wake_handler(void)
+{
+	WakeSlot   *slot = find_slot();
+	uint32		asleep;
+
+	if (slot == NULL)
+		return;
+	pg_memory_barrier();
+	while ((asleep = pg_atomic_read_u32(&slot->handlers_asleep)) != 0)
+	{
+		int			i = pg_rightmost_one_pos32(asleep);
+		uint32		bit = (uint32) 1 << i;
+
+		if (pg_atomic_fetch_and_u32(&slot->handlers_asleep, ~bit) & bit)
+		{
+			int			procno = slot->handlers[i];
+
+			if (procno >= 0)
+				SetLatch(&GetPGProcByNumber(procno)->procLatch);
+			return;
+		}
+	}
 }
 
 /*

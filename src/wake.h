@@ -20,6 +20,13 @@ extern int	idem_wake_segment(void);
 extern void idem_wake_enqueued(void);
 extern void idem_wake_orders(void);
 extern void idem_wake_now(void);
+extern void idem_wake_expect_handlers(void);
+
+/* For those who give handlers something to do, and for the handlers. */
+extern void idem_wake_handler(void);
+extern void idem_wake_handler_attach(int me);
+extern void idem_wake_handler_sleeps(int me);
+extern void idem_wake_handler_awake(int me);
 
 /* For the relay. */
 extern void idem_wake_attach(void);

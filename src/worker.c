@@ -132,6 +132,21 @@ idem_process_wake(int pid)
 		SetLatch(&proc->procLatch);
 }
 
+/* Have the maintenance worker of this database look at what was lost. */
+void
+idem_wake_maintenance(void)
+{
+	IdemDatabase *db;
+
+	if (idem_workers == NULL)
+		return;
+	LWLockAcquire(idem_workers->lock, LW_SHARED);
+	db = idem_database_find(MyDatabaseId);
+	if (db != NULL)
+		idem_process_wake(db->workers[IDEM_WORKER_MAINTENANCE].pid);
+	LWLockRelease(idem_workers->lock);
+}
+
 /* Have all workers of a database look whether they may run. */
 void
 idem_database_wake(IdemDatabase *db)
@@ -144,8 +159,13 @@ idem_database_wake(IdemDatabase *db)
 bool
 idem_worker_allowed(const IdemDatabase *db, IdemWorkerKind kind)
 {
-	return OidIsValid(db->oid) && db->wanted && db->holder == 0 &&
-		(kind != IDEM_WORKER_RELAY || (db->installed && idem_relay));
+	if (!OidIsValid(db->oid) || !db->wanted || db->holder != 0)
+		return false;
+	if (kind == IDEM_WORKER_MAINTENANCE)
+		return true;
+	if (kind == IDEM_WORKER_RELAY)
+		return db->installed && idem_relay;
+	return db->installed && db->handlers && (int) kind - IDEM_WORKER_HANDLER < idem_handler_workers;
 }
 
 /* Let go of the place when the worker exits. */
@@ -229,6 +249,7 @@ idem_worker_start(Datum arg, IdemWorkerKind kind)
 	BackgroundWorkerInitializeConnectionByOid(DatumGetObjectId(arg), InvalidOid, 0);
 	SetConfigOption("search_path", "pg_catalog, pg_temp", PGC_SUSET, PGC_S_OVERRIDE);
 	SetConfigOption("enable_seqscan", "off", PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("jit", "off", PGC_SUSET, PGC_S_OVERRIDE);
 	SetConfigOption("default_transaction_isolation", "read committed",
 					PGC_SUSET, PGC_S_OVERRIDE);
 	SetConfigOption("default_transaction_read_only", "off",
@@ -270,21 +291,43 @@ idem_worker_failed(IdemDatabase *db, IdemWorkerKind kind, const char *reason)
 
 /*
  * idem_worker_found
- *		Note whether the extension is in this database.
+ *		Note whether the extension is in this database, and any handlers.
  *
  * If it is, the other workers start; if not, all of them end.
  */
 void
-idem_worker_found(IdemDatabase *db, bool installed)
+idem_worker_found(IdemDatabase *db, bool installed, bool handlers)
 {
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	if (!installed)
 		db->wanted = false;
-	if (db->installed != (installed && db->wanted))
+	installed &= db->wanted;
+	if (db->installed != installed || db->handlers != handlers)
 	{
-		db->installed = installed && db->wanted;
-		if (!db->installed)
-			idem_database_wake(db);
+		db->installed = installed;
+		db->handlers = handlers;
+		idem_database_wake(db);
+		idem_process_wake(idem_workers->launcher);
+	}
+	LWLockRelease(idem_workers->lock);
+}
+
+/*
+ * idem_worker_expect_handlers
+ *		This database has a consumer with a handler now.
+ */
+void
+idem_worker_expect_handlers(void)
+{
+	IdemDatabase *db;
+
+	if (idem_workers == NULL)
+		return;
+	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
+	db = idem_database_find(MyDatabaseId);
+	if (db != NULL && !db->handlers)
+	{
+		db->handlers = true;
 		idem_process_wake(idem_workers->launcher);
 	}
 	LWLockRelease(idem_workers->lock);

@@ -15,10 +15,14 @@
 typedef enum IdemWorkerKind
 {
 	IDEM_WORKER_MAINTENANCE,	/* always; finds out if the extension is there */
-	IDEM_WORKER_RELAY			/* only where it is */
+	IDEM_WORKER_RELAY,			/* only where it is */
+	IDEM_WORKER_HANDLER			/* only where consumers have handlers; the first of several */
 } IdemWorkerKind;
 
-#define IDEM_WORKER_KINDS	(IDEM_WORKER_RELAY + 1)
+/* So many processes of a database can run handlers. */
+#define IDEM_MAX_HANDLERS	16
+
+#define IDEM_WORKER_KINDS	(IDEM_WORKER_HANDLER + IDEM_MAX_HANDLERS)
 
 typedef enum IdemWorkerState
 {
@@ -53,6 +57,7 @@ typedef struct IdemDatabase
 	Oid			oid;			/* InvalidOid: this slot is free */
 	bool		wanted;			/* false: its workers are to end for good */
 	bool		installed;		/* the extension has been found there */
+	bool		handlers;		/* and consumers that have handlers */
 	int			holder;			/* pid of the session that keeps workers away */
 	IdemWorker	workers[IDEM_WORKER_KINDS];
 	IdemRetentionFigures inbox;
@@ -80,6 +85,7 @@ extern void idem_database_free_unwanted(IdemDatabase *db);
 extern void idem_database_wake(IdemDatabase *db);
 extern bool idem_worker_allowed(const IdemDatabase *db, IdemWorkerKind kind);
 extern void idem_process_wake(int pid);
+extern void idem_wake_maintenance(void);
 
 /* For the workers themselves. */
 extern IdemDatabase *idem_worker_start(Datum arg, IdemWorkerKind kind);
@@ -87,6 +93,7 @@ extern IdemDatabase *idem_worker_attach(Oid oid, IdemWorkerKind kind);
 extern bool idem_worker_may_run(IdemDatabase *db, IdemWorkerKind kind);
 extern void idem_worker_succeeded(IdemDatabase *db, IdemWorkerKind kind);
 extern void idem_worker_failed(IdemDatabase *db, IdemWorkerKind kind, const char *reason);
-extern void idem_worker_found(IdemDatabase *db, bool installed);
+extern void idem_worker_found(IdemDatabase *db, bool installed, bool handlers);
+extern void idem_worker_expect_handlers(void);
 
 #endif							/* IDEM_WORKER_H */

@@ -53,8 +53,8 @@ RESET ROLE;
 
 -- an operator
 SET ROLE idem_operator;
-SELECT lives_ok($$ SELECT idem.consumer_create('declared', '2 days') $$, 'an operator declares consumers');
-SELECT lives_ok($$ SELECT idem.consumer_alter('declared', '3 days') $$, 'and alters them');
+SELECT lives_ok($$ SELECT idem.consumer_create('declared', retention => '2 days') $$, 'an operator declares consumers');
+SELECT lives_ok($$ SELECT idem.consumer_alter('declared', retention => '3 days') $$, 'and alters them');
 SELECT lives_ok($$ SELECT idem.inbox_purge(), idem.key_purge(), idem.version_reset('c'), idem.stat_reset() $$, 'purges and resets');
 SELECT isnt_empty($$ SELECT * FROM idem.inbox_lookup('c', 'm1') $$, 'looks a claim up');
 SELECT lives_ok($$ SELECT * FROM idem.inbox, idem.key, idem.stat_consumer, idem.stat_key, idem.retention_status, idem.stuck $$, 'reads everything');

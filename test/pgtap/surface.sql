@@ -4,7 +4,8 @@ SELECT plan(14);
 
 SELECT set_eq($$
 	SELECT p.proname::text FROM pg_proc p WHERE p.pronamespace = 'idem'::regnamespace
-$$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
+$$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create', 'consumer_drop', 'consumer_reset', 'consumer_work', 'handler_workers',
+	'inbox_done', 'inbox_next', 'inbox_notice', 'inbox_reject', 'inbox_renew', 'inbox_retry', 'inbox_status', 'inbox_store',
 	'fingerprint', 'inbox_claim', 'inbox_claim_batch', 'inbox_key', 'inbox_lookup',
 	'inbox_purge', 'inbox_try_claim', 'key_begin', 'key_complete', 'key_purge',
 	'dead_letter_discard', 'dead_letter_redrive', 'key_release', 'outbox_capture', 'outbox_enqueue',
@@ -16,7 +17,7 @@ $$, ARRAY['consumer_alter', 'consumer_changed', 'consumer_create',
 	'the functions are these');
 SELECT set_eq($$
 	SELECT relname::text FROM pg_class WHERE relnamespace = 'idem'::regnamespace AND relkind IN ('r', 'v', 'S')
-$$, ARRAY['consumer', 'inbox_consumer', 'inbox_consumer_id_seq', 'inbox_claim', 'inbox', 'key',
+$$, ARRAY['consumer', 'consumer_id_seq', 'consumer_status', 'inbox_message', 'inbox_outcome', 'inbox_parked', 'inbox_seq', 'inbox_consumer', 'inbox_consumer_id_seq', 'inbox_claim', 'inbox', 'key',
 	'version', 'outbox', 'outbox_0', 'outbox_1', 'outbox_2', 'outbox_3', 'outbox_4', 'outbox_5',
 	'outbox_6', 'outbox_7', 'outbox_dedup', 'outbox_seq', 'outbox_tick', 'relay_position',
 	'relay_parked', 'relay_kept', 'relay_answer', 'relay_replay', 'relay_replay_id_seq', 'relay_paused', 'relay_identity', 'relay_status', 'dead_letter',
@@ -40,7 +41,7 @@ $$, 'every table and view has a comment');
 
 SELECT is_empty($$
 	SELECT oid::regprocedure FROM pg_proc WHERE pronamespace = 'idem'::regnamespace
-	AND proname ~ '^(inbox_.*claim|key_|version_|consumer_|inbox_purge|stat_reset|route_add|route_drop|outbox_|relay_pause|relay_resume|relay_settle|relay_adopt|dead_letter_)' AND proname NOT IN ('consumer_changed', 'outbox_status', 'outbox_seq_at')
+	AND proname ~ '^(inbox_.*claim|inbox_(done|next|reject|renew|retry|store|notice)|key_|version_|consumer_|inbox_purge|stat_reset|route_add|route_drop|outbox_|relay_pause|relay_resume|relay_settle|relay_adopt|dead_letter_)' AND proname NOT IN ('consumer_changed', 'consumer_work', 'outbox_status', 'outbox_seq_at')
 	AND (provolatile <> 'v' OR proparallel <> 'u')
 $$, 'whatever changes something is volatile and parallel unsafe');
 SELECT is_empty($$
@@ -73,9 +74,9 @@ SELECT is_empty($$
 	AND a.attcollation <> (SELECT oid FROM pg_collation WHERE collname = 'C')
 $$, 'no index depends on the collations of the operating system');
 SELECT set_eq($$ SELECT name FROM pg_settings WHERE name LIKE 'idem.%' AND name <> 'idem.fault' $$,
-	ARRAY['idem.claim_outside_transaction', 'idem.inbox_retention', 'idem.key_ttl',
+	ARRAY['idem.claim_outside_transaction', 'idem.handler_workers', 'idem.inbox_retention', 'idem.key_ttl',
 	'idem.maintenance', 'idem.maintenance_naptime', 'idem.maintenance_delay',
-	'idem.max_databases', 'idem.max_servers', 'idem.outbox_max_payload', 'idem.outbox_retention',
+	'idem.max_consumers', 'idem.max_databases', 'idem.max_servers', 'idem.outbox_max_payload', 'idem.outbox_retention',
 	'idem.outbox_segment_rows', 'idem.relay', 'idem.secrets_dir', 'idem.site', 'idem.stat_entries',
 	'idem.traceparent'], 'the settings are these');
 

@@ -20,10 +20,10 @@ sql(q{
 	SELECT idem.inbox_try_claim('c', i::text) FROM generate_series(1, 1000) i;
 	SELECT idem.inbox_try_claim('c', 'a2b5dd4e-0b9c-4b5e-9d3b-0123456789ab'::uuid);
 	SELECT idem.inbox_try_claim('c' || i, '1') FROM generate_series(1, 20) i;
-	SELECT idem.consumer_create('c1', '2 hours');
-	SELECT idem.consumer_create('declared', '1 month 2 days 03:04:05');
+	SELECT idem.consumer_create('c1', retention => '2 hours');
+	SELECT idem.consumer_create('declared', retention => '1 month 2 days 03:04:05');
 	SELECT idem.consumer_create('default');
-	SELECT idem.consumer_alter('c1', '30 days');
+	SELECT idem.consumer_alter('c1', retention => '30 days');
 	SELECT idem.key_begin('s', 'done', '\x0102'::bytea, ttl => '3 days');
 	SELECT idem.key_complete('s', 'done', 201, '{"b": [1, null, "x"], "a": 1.50}', E'line\nline\t\\\\ end');
 	SELECT idem.key_begin('s', 'nothing'); SELECT idem.key_complete('s', 'nothing');
@@ -99,7 +99,7 @@ for my $how (sort keys %copy)
 
 	is(sql("SELECT status FROM idem.inbox_claim('declared', 'x', sent_at => now() - interval '31 days')", $db),
 		'expired', "$how: a declared retention is in force, but only what was there is known");
-	is(sql("SELECT idem.consumer_create('declared2', '40 days');
+	is(sql("SELECT idem.consumer_create('declared2', retention => '40 days');
 			SELECT retention FROM idem.consumer WHERE name = 'declared'", $db),
 		"\n1 mon 2 days 03:04:05", "$how: it is kept as it was written");
 	is($node->safe_psql($db, "SELECT idem.inbox_try_claim('app', '1')", extra_params => [ '-U', 'app' ]),
@@ -122,7 +122,7 @@ for my $how (sort keys %copy)
 		SELECT idem.inbox_try_claim($e, 'plain');
 		SELECT idem.inbox_try_claim('plain', $id);
 		SELECT idem.inbox_claim_batch($e, ARRAY[$id || 'b']);
-		SELECT idem.consumer_create($e, '1 day');
+		SELECT idem.consumer_create($e, retention => '1 day');
 		SELECT idem.key_begin($e, $id); SELECT idem.key_complete($e, $id, 1, to_jsonb(text $id), $id);
 		SELECT idem.version_advance($e, $id, 2);
 	};
@@ -170,8 +170,8 @@ for my $how (sort keys %copy)
 		SELECT status FROM idem.key_begin('s', 'lease', lease => '1 h');
 		SELECT idem.version_advance('v', 'e', 1);
 		SELECT idem.version_advance('v', 'e', 2);
-		SELECT 1 FROM idem.consumer_create('c', '1 day');
-		SELECT 1 FROM idem.consumer_alter('c', '2 days');
+		SELECT 1 FROM idem.consumer_create('c', retention => '1 day');
+		SELECT 1 FROM idem.consumer_alter('c', retention => '2 days');
 		SELECT idem.inbox_purge();
 		SELECT idem.key_purge();
 		SELECT count(*) FROM idem.inbox WHERE consumer IS NOT NULL;

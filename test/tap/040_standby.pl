@@ -22,7 +22,7 @@ $primary->safe_psql('postgres', q{
 	SELECT idem.key_begin('s', 'done'); SELECT idem.key_complete('s', 'done', 200, '{"a": 1}', 'body');
 	SELECT idem.key_begin('s', 'leased', lease => '1 hour');
 	SELECT idem.version_advance('v', 'e', 5);
-	SELECT idem.consumer_create('short', '1 hour');
+	SELECT idem.consumer_create('short', retention => '1 hour');
 	BEGIN; SELECT idem.inbox_try_claim('c', 'prepared'); PREPARE TRANSACTION 'p';
 	SELECT idem.inbox_try_claim('short', 'old');
 	UPDATE idem.inbox_claim SET claimed_at = claimed_at - 7200 WHERE key = idem.inbox_key('short', 'old');
@@ -51,7 +51,7 @@ is(sqlstate($standby, "SELECT $_"), '25006', "read only: $_") for (
 	"idem.version_advance('v', 'e', 6)",
 	"idem.version_reset('v')",
 	"idem.consumer_create('x')",
-	"idem.consumer_alter('short', '1 day')",
+	"idem.consumer_alter('short', retention => '1 day')",
 	"idem.inbox_purge()",
 	"idem.key_purge()");
 is(standby("SELECT what, state, reason IS NOT NULL, pid IS NULL FROM idem.retention_status ORDER BY 1"),

@@ -108,22 +108,22 @@ my @ages = ('0 s', '2 h', '2 days', '8 days', '40 days');
 my @consumers = (
 	# name, SQL that declares it, ages that stay
 	[ 'default', '', @ages[ 0 .. 2 ] ],
-	[ 'short', "SELECT idem.consumer_create('short', '1 hour')", @ages[ 0 .. 0 ] ],
-	[ 'long', "SELECT idem.consumer_create('long', '30 days')", @ages[ 0 .. 3 ] ],
-	[ 'month', "SELECT idem.consumer_create('month', '1 month')", @ages[ 0 .. 3 ] ],
-	[ 'century', "SELECT idem.consumer_create('century', '100 years')", @ages ],
+	[ 'short', "SELECT idem.consumer_create('short', retention => '1 hour')", @ages[ 0 .. 0 ] ],
+	[ 'long', "SELECT idem.consumer_create('long', retention => '30 days')", @ages[ 0 .. 3 ] ],
+	[ 'month', "SELECT idem.consumer_create('month', retention => '1 month')", @ages[ 0 .. 3 ] ],
+	[ 'century', "SELECT idem.consumer_create('century', retention => '100 years')", @ages ],
 	[ 'null', "SELECT idem.consumer_create('null')", @ages[ 0 .. 2 ] ],
 	[   'shortened',
-		"SELECT idem.consumer_create('shortened', '30 days');
-		 SELECT idem.consumer_alter('shortened', '1 day')", @ages[ 0 .. 1 ] ],
+		"SELECT idem.consumer_create('shortened', retention => '30 days');
+		 SELECT idem.consumer_alter('shortened', retention => '1 day')", @ages[ 0 .. 1 ] ],
 	[   'lengthened',
-		"SELECT idem.consumer_create('lengthened', '1 hour');
-		 SELECT idem.consumer_alter('lengthened', '30 days')", @ages[ 0 .. 3 ] ],
+		"SELECT idem.consumer_create('lengthened', retention => '1 hour');
+		 SELECT idem.consumer_alter('lengthened', retention => '30 days')", @ages[ 0 .. 3 ] ],
 	[   'reset',
-		"SELECT idem.consumer_create('reset', '1 hour');
-		 SELECT idem.consumer_alter('reset', NULL)", @ages[ 0 .. 2 ] ],
+		"SELECT idem.consumer_create('reset', retention => '1 hour');
+		 SELECT idem.consumer_alter('reset', reset => ARRAY['retention'])", @ages[ 0 .. 2 ] ],
 	[   'rolled back',
-		"BEGIN; SELECT idem.consumer_create('rolled back', '1 hour'); ROLLBACK", @ages[ 0 .. 2 ] ]);
+		"BEGIN; SELECT idem.consumer_create('rolled back', retention => '1 hour'); ROLLBACK", @ages[ 0 .. 2 ] ]);
 my $expired = 1;    # that of "kept"
 
 for my $consumer (@consumers)
@@ -177,18 +177,18 @@ my $pid = status('inbox', 'pid');
 run_now();
 is(status('inbox', 'removed_last, removed_total, backlog'), "0|$expired|0", 'nothing more to do');
 
-sql("SELECT idem.consumer_alter('long', '1 day')");
+sql("SELECT idem.consumer_alter('long', retention => '1 day')");
 run_now();
 is(known('long', @ages), '0 s 2 h', 'shortened by consumer_alter()');
 is(status('inbox', 'removed_last, backlog'), '2|0', 'the figures say so');
 $expired += 2;
 
-sql("SELECT idem.consumer_create('default', '1 hour')");
+sql("SELECT idem.consumer_create('default', retention => '1 hour')");
 run_now();
 is(known('default', @ages), '0 s 8 days', 'shortened by consumer_create()');
 $expired += 2;
 
-sql("SELECT idem.consumer_alter('century', NULL)");
+sql("SELECT idem.consumer_alter('century', reset => ARRAY['retention'])");
 run_now();
 is(known('century', @ages), '0 s 2 h 2 days', 'shortened by the default');
 $expired += 2;
@@ -308,7 +308,7 @@ is(sql("SELECT idem.key_purge($_->[0])"), $_->[1], "key_purge($_->[0]) removes $
 
 {
 	set("idem.inbox_retention = '2s'", "idem.maintenance_naptime = '1s'");
-	sql("SELECT idem.consumer_create('stays', '1 day')");
+	sql("SELECT idem.consumer_create('stays', retention => '1 day')");
 	my $batch = sub {
 		my ($consumer, $prefix, $n) = @_;
 		return sql("SELECT count(*) FROM idem.inbox_claim_batch('$consumer',

@@ -182,7 +182,7 @@ is(sql("SELECT idem.key_complete('s', 'a', 7); SELECT status, code FROM idem.key
 	"\ncompleted|7", 'not loaded: its outcome');
 is(sql("SELECT idem.version_advance('v', 'e', 2); SELECT idem.version_advance('v', 'e', 1)"),
 	"applied\nstale", 'not loaded: a version');
-is(sql("SELECT idem.consumer_create('c', '1 day'); UPDATE idem.inbox_claim SET claimed_at = claimed_at - 100000;
+is(sql("SELECT idem.consumer_create('c', retention => '1 day'); UPDATE idem.inbox_claim SET claimed_at = claimed_at - 100000;
 		SELECT idem.inbox_purge()"), "\n2", 'not loaded: a purge by hand');
 is(sql("UPDATE idem.key SET expires_at = now() - interval '1 s'; SELECT idem.key_purge()"),
 	'1', 'not loaded: the same for keys');

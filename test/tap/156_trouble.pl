@@ -126,7 +126,7 @@ is(sql('SELECT pg_postmaster_start_time()'), $started, 'the server did not notic
 
 # A topic that nobody takes.
 enqueue('nobody.listens', '1') for 1 .. 2;
-is(sql(q(SELECT name, reason FROM idem.stuck WHERE what = 'unrouted')), 'nobody.listens|2 messages of a topic that no route takes', 'unrouted messages are counted and shown');
+is(sql(q(SELECT name, reason FROM idem.stuck WHERE what = 'unrouted')), 'nobody.listens|2 messages of a topic that no route and no consumer takes', 'unrouted messages are counted and shown');
 
 # Eight sessions write while a dump holds locks and segments are to be emptied.
 sql(q(ALTER SERVER busy OPTIONS (ADD batch_messages '10')));

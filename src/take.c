@@ -1,0 +1,892 @@
+/*-------------------------------------------------------------------------
+ *
+ * take.c
+ *		Taking messages that wait for a consumer, and saying what came of them.
+ *
+ * A message is taken by locking its row, in the transaction in which it is
+ * processed; rows that others have locked are passed over.  Its end is the end
+ * of the row.  What cannot be processed now moves to inbox_parked and comes
+ * back when it is due.
+ *
+ * With order by key, a message is taken only if no earlier one of its key
+ * waits, whoever is at that: the scan begins at or before the first that is
+ * visible, and a key that it has met and not taken is closed for the rest of
+ * it.  Messages behind a parked one are parked as well, so that nobody has to
+ * read past them again and again.
+ *
+ * Caller provides a transaction and the rights of the tables' owner.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "postgres.h"
+
+#include "access/genam.h"
+#include "access/heapam.h"
+#include "access/htup_details.h"
+#include "access/table.h"
+#include "access/tableam.h"
+#include "access/xact.h"
+#include "catalog/namespace.h"
+#include "catalog/pg_type.h"
+#include "common/hashfn.h"
+#include "common/pg_prng.h"
+#include "executor/spi.h"
+#include "funcapi.h"
+#include "mb/pg_wchar.h"
+#include "miscadmin.h"
+#include "utils/builtins.h"
+#include "utils/datum.h"
+#include "utils/fmgroids.h"
+#include "utils/hsearch.h"
+#include "utils/jsonb.h"
+#include "utils/lsyscache.h"
+#include "utils/memutils.h"
+#include "utils/rel.h"
+#include "utils/snapmgr.h"
+#include "utils/syscache.h"
+#include "utils/typcache.h"
+
+#include "backlog.h"
+#include "catalog.h"
+#include "compat.h"
+#include "consumer.h"
+#include "guc.h"
+#include "payload.h"
+#include "statement.h"
+#include "take.h"
+#include "unique.h"
+
+/* With order by key, look no further than this for one whose key is free. */
+#define MAX_LOOK		10000
+
+/* Longest error that is kept. */
+#define MAX_ERROR		1024
+
+/* Where this session was last, beyond what others are at. */
+typedef struct Cursor
+{
+	int32		consumer;		/* must be first */
+	int64		resume;
+	uint32		generation;
+} Cursor;
+
+static HTAB *cursors = NULL;
+
+static Cursor *
+cursor_of(int32 consumer)
+{
+	HASHCTL		ctl = {.keysize = sizeof(int32), .entrysize = sizeof(Cursor)};
+	Cursor	   *cursor;
+	bool		found;
+
+	if (cursors == NULL)
+		cursors = hash_create("idem cursors", 16, &ctl, HASH_ELEM | HASH_BLOBS);
+	cursor = hash_search(cursors, &consumer, HASH_ENTER, &found);
+	if (!found)
+	{
+		cursor->resume = 0;
+		cursor->generation = 0;
+	}
+	return cursor;
+}
+
+/* Fill in what follows from the columns that both tables have. */
+static void
+read_columns(IdemTaken *t)
+{
+	t->seq = DatumGetInt64(t->values[Anum_message_seq - 1]);
+	t->claim = *DatumGetUUIDP(t->values[Anum_message_claim - 1]);
+	t->claimed = DatumGetBool(t->values[Anum_message_claimed - 1]);
+	t->replayed = DatumGetBool(t->values[Anum_message_replayed - 1]);
+	t->stored_at = DatumGetTimestampTz(t->values[Anum_message_stored_at - 1]);
+}
+
+/* A copy of the row in a slot, in the current context. */
+static IdemTaken *
+taken_from_slot(TupleTableSlot *slot)
+{
+	IdemTaken  *t = palloc0(sizeof(IdemTaken));
+	HeapTuple	row = ExecCopySlotHeapTuple(slot);
+
+	heap_deform_tuple(row, slot->tts_tupleDescriptor, t->values, t->isnull);
+	t->tid = slot->tts_tid;
+	read_columns(t);
+	return t;
+}
+
+/* The value of a column of type text, or NULL. */
+char *
+idem_taken_text(const IdemTaken *t, int column)
+{
+	return t->isnull[column - 1] ? NULL : TextDatumGetCString(t->values[column - 1]);
+}
+
+/* Keys that a scan has met, as hashes: two that collide wait for each other. */
+static bool
+key_is_new(HTAB *closed, Datum key)
+{
+	text	   *value = DatumGetTextPP(key);
+	uint64		hash = hash_bytes_extended((unsigned char *) VARDATA_ANY(value),
+										   VARSIZE_ANY_EXHDR(value), 0);
+	bool		found;
+
+	(void) hash_search(closed, &hash, HASH_ENTER, &found);
+	return !found;
+}
+
+/* Does anything of a key, or of any key, wait in inbox_parked? */
+static bool
+key_is_parked(const IdemDeclared *c, Datum key, bool isnull, int64 seq)
+{
+	static IdemStatement any = {
+		.sql = "SELECT FROM idem.inbox_parked WHERE consumer = $1 AND key IS NOT NULL"
+		" AND state <> 'delayed' LIMIT 1",
+		.nargs = 1,
+		.types = {INT4OID}
+	};
+	static IdemStatement one = {
+		.sql = "SELECT FROM idem.inbox_parked WHERE consumer = $1 AND key = $2"
+		" AND state <> 'delayed' AND seq < $3 LIMIT 1",
+		.nargs = 3,
+		.types = {INT4OID, TEXTOID, INT8OID}
+	};
+	Datum		values[3] = {Int32GetDatum(c->id), key, Int64GetDatum(seq)};
+	bool		result;
+
+	SPI_connect();
+	result = idem_statement_run(isnull ? &any : &one, values, NULL) > 0;
+	SPI_finish();
+	return result;
+}
+
+/*
+ * Park a message behind one of its key, if nobody is at that right now: whoever
+ * is, might be gone before ours can be seen to wait for it.
+ */
+static void
+park_behind(const IdemDeclared *c, IdemTaken *t)
+{
+	static IdemStatement st = {
+		.sql = "SELECT FROM idem.inbox_parked WHERE consumer = $1 AND key = $2"
+		" AND state <> 'delayed' AND seq < $3 ORDER BY seq DESC LIMIT 1"
+		" FOR KEY SHARE SKIP LOCKED",
+		.nargs = 3,
+		.types = {INT4OID, TEXTOID, INT8OID}
+	};
+	Datum		values[3] = {Int32GetDatum(c->id), t->values[Anum_message_key - 1],
+	Int64GetDatum(t->seq)};
+	IdemWait	wait = {.state = "behind"};
+	bool		waits;
+
+	SPI_connect();
+	waits = idem_statement_run(&st, values, NULL) > 0;
+	SPI_finish();
+	if (waits)
+		idem_taken_park(c, t, &wait);
+}
+
+/* Lock a row, unless somebody else has it or it is gone. */
+static bool
+lock_row(Relation heap, TupleTableSlot *slot, Snapshot snapshot)
+{
+	TM_FailureData failure;
+	ItemPointerData tid = slot->tts_tid;
+
+	return table_tuple_lock(heap, &tid, snapshot, slot, GetCurrentCommandId(true),
+							LockTupleExclusive, LockWaitSkip, 0, &failure) == TM_Ok;
+}
+
+/* Take messages that wait for their first try. */
+static List *
+take_pending(const IdemDeclared *c, int max, List *taken)
+{
+	Relation	heap = idem_rel_open(IDEM_REL_INBOX_MESSAGE, RowExclusiveLock);
+	Relation	index = idem_index_open(heap, Anum_message_consumer, Anum_message_seq);
+	TupleTableSlot *slot = table_slot_create(heap, NULL);
+	TupleTableSlot *locked = table_slot_create(heap, NULL);
+	Cursor	   *cursor = cursor_of(c->id);
+	HTAB	   *closed = NULL;
+	List	   *behind = NIL;
+	IdemLook	look;
+	int64		from;
+	int64		first = -1;
+	int			seen = 0;
+	bool		any_parked = false;
+	ScanKeyData keys[2];
+	IndexScanDesc scan;
+	Snapshot	snapshot;
+	ListCell   *lc;
+
+	idem_backlog_look(&look, c->id, IDEM_MARK_SEQ);
+	from = c->ordered ? look.from :
+		idem_backlog_resume(&look, cursor->resume, &cursor->generation);
+	PushActiveSnapshot(GetTransactionSnapshot());
+	snapshot = GetActiveSnapshot();
+	if (c->ordered)
+	{
+		HASHCTL		ctl = {
+			.keysize = sizeof(uint64),
+			.entrysize = sizeof(uint64),
+			.hcxt = CurrentMemoryContext,
+		};
+
+		closed = hash_create("idem closed keys", 64, &ctl,
+							 HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+		/* not before our snapshot: what is parked meanwhile, that still sees here */
+		any_parked = key_is_parked(c, (Datum) 0, true, 0);
+	}
+
+	ScanKeyInit(&keys[0], 1, BTEqualStrategyNumber, F_INT4EQ, Int32GetDatum(c->id));
+	ScanKeyInit(&keys[1], 2, BTGreaterEqualStrategyNumber, F_INT8GE, Int64GetDatum(from));
+	scan = idem_index_beginscan(heap, index, snapshot, 2);
+	index_rescan(scan, keys, 2, NULL, 0);
+	while (list_length(taken) < max && seen < MAX_LOOK &&
+		   index_getnext_slot(scan, ForwardScanDirection, slot))
+	{
+		bool		isnull = true;
+		int64		seq = DatumGetInt64(slot_getattr(slot, Anum_message_seq, &isnull));
+		Datum		key = (Datum) 0;
+		IdemTaken  *t;
+
+		CHECK_FOR_INTERRUPTS();
+		seen++;
+		if (first < 0)
+			first = seq;
+		if (c->ordered)
+		{
+			key = slot_getattr(slot, Anum_message_key, &isnull);
+			if (!isnull && !key_is_new(closed, key))
+			{
+				/* Behind one that is parked, it will be for a while. */
+				if (!any_parked || !key_is_parked(c, key, false, seq))
+					continue;
+			}
+		}
+		locked->tts_tid = slot->tts_tid;
+		if (c->ordered && !isnull && any_parked && key_is_parked(c, key, false, seq))
+		{
+			if (lock_row(heap, locked, snapshot))
+				behind = lappend(behind, taken_from_slot(slot));
+			continue;
+		}
+		if (!lock_row(heap, locked, snapshot))
+			continue;
+		t = taken_from_slot(slot);
+		idem_backlog_took(&look, seq);
+		cursor->resume = seq + 1;
+		taken = lappend(taken, t);
+	}
+	index_endscan(scan);
+	ExecDropSingleTupleTableSlot(slot);
+	ExecDropSingleTupleTableSlot(locked);
+	index_close(index, AccessShareLock);
+	table_close(heap, NoLock);
+	PopActiveSnapshot();
+
+	/* A transaction's old snapshot says nothing about what came since. */
+	if (!IsolationUsesXactSnapshot() && first >= 0 && from == look.from)
+		idem_backlog_looked(&look, IDEM_MARK_SEQ, first);
+	foreach(lc, behind)
+		park_behind(c, lfirst(lc));
+	if (closed != NULL)
+		hash_destroy(closed);
+	return taken;
+}
+
+#define PARKED_COLUMNS "p.consumer, p.seq, p.claim, p.claimed, p.replayed, p.stored_at," \
+	" p.enqueued_at, p.msg_id, p.topic, p.key, p.content_type, p.headers, p.source, p.type," \
+	" p.body, p.attempts, p.not_yet_since, p.state"
+
+/* Copy the rows that a query for PARKED_COLUMNS has found, into a context. */
+static List *
+parked_rows(List *taken, MemoryContext context)
+{
+	MemoryContext old = MemoryContextSwitchTo(context);
+
+	for (uint64 i = 0; i < SPI_processed; i++)
+	{
+		HeapTuple	row = SPI_tuptable->vals[i];
+		TupleDesc	desc = SPI_tuptable->tupdesc;
+		IdemTaken  *t = palloc0(sizeof(IdemTaken));
+		bool		isnull;
+		Datum		value;
+
+		for (int col = 0; col < Natts_message; col++)
+		{
+			Form_pg_attribute att = TupleDescAttr(desc, col);
+
+			value = SPI_getbinval(row, desc, col + 1, &t->isnull[col]);
+			if (!t->isnull[col])
+				t->values[col] = datumCopy(value, att->attbyval, att->attlen);
+		}
+		read_columns(t);
+		t->parked = true;
+		t->attempts = DatumGetInt32(SPI_getbinval(row, desc, 16, &isnull));
+		value = SPI_getbinval(row, desc, 17, &isnull);
+		t->not_yet_since = isnull ? 0 : DatumGetTimestampTz(value);
+		t->running = strcmp(SPI_getvalue(row, desc, 18), "running") == 0;
+		t->was_running = t->running || strcmp(SPI_getvalue(row, desc, 18), "leased") == 0;
+		taken = lappend(taken, t);
+	}
+	MemoryContextSwitchTo(old);
+	return taken;
+}
+
+/* When the first parked message is due, as far as is visible now. */
+static TimestampTz
+first_due(const IdemDeclared *c, int64 from)
+{
+	static IdemStatement st = {
+		.sql = "SELECT due FROM idem.inbox_parked WHERE consumer = $1 AND due >= $2"
+		" ORDER BY due LIMIT 1",
+		.nargs = 2,
+		.types = {INT4OID, TIMESTAMPTZOID}
+	};
+	Datum		values[2] = {Int32GetDatum(c->id), TimestampTzGetDatum(from)};
+	TimestampTz result = DT_NOEND;
+	bool		isnull;
+
+	SPI_connect();
+	if (idem_statement_run(&st, values, NULL) > 0)
+		result = DatumGetTimestampTz(SPI_getbinval(SPI_tuptable->vals[0],
+												   SPI_tuptable->tupdesc, 1, &isnull));
+	SPI_finish();
+	return result;
+}
+
+/*
+ * Take parked messages that are due.  *next_due becomes the time when the
+ * first of those that are left is.
+ */
+static List *
+take_parked(const IdemDeclared *c, int max, TimestampTz *next_due)
+{
+	static IdemStatement st = {
+		.sql = "SELECT " PARKED_COLUMNS " FROM idem.inbox_parked p"
+		" WHERE p.consumer = $1 AND p.due >= $2 AND p.due <= $3"
+		" AND (NOT $5 OR p.key IS NULL OR p.state = 'delayed' OR NOT EXISTS ("
+		"SELECT FROM idem.inbox_parked b WHERE b.consumer = p.consumer AND b.key = p.key"
+		" AND b.state <> 'delayed' AND b.seq < p.seq))"
+		" ORDER BY p.due LIMIT $4 FOR UPDATE OF p SKIP LOCKED",
+		.nargs = 5,
+		.types = {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID, INT4OID, BOOLOID}
+	};
+	MemoryContext context = CurrentMemoryContext;
+	TimestampTz now = GetCurrentTimestamp();
+	Datum		values[5];
+	IdemLook	look;
+	List	   *taken = NIL;
+
+	idem_backlog_look(&look, c->id, IDEM_MARK_DUE);
+	*next_due = first_due(c, look.from);
+	if (!IsolationUsesXactSnapshot())
+		idem_backlog_looked(&look, IDEM_MARK_DUE, Min(*next_due, now));
+	if (*next_due > now)
+		return NIL;
+
+	values[0] = Int32GetDatum(c->id);
+	values[1] = TimestampTzGetDatum(*next_due);
+	values[2] = TimestampTzGetDatum(now);
+	values[3] = Int32GetDatum(max);
+	values[4] = BoolGetDatum(c->ordered);
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	taken = parked_rows(NIL, context);
+	SPI_finish();
+	return taken;
+}
+
+/*
+ * One that was written down as taken, and is free: that attempt has failed.
+ * Was it the last?
+ */
+static bool
+bury_if_worn_out(const IdemDeclared *c, IdemTaken *t)
+{
+	const char *why = t->running ? "the server or the worker ended while it was processed" :
+		"the lease ran out";
+
+	if (!t->was_running)
+		return false;
+	t->attempts++;
+	t->running = false;
+	if (t->attempts < c->max_attempts)
+		return false;
+	idem_taken_bury(c, t, NULL, why);
+	return true;
+}
+
+/*
+ * idem_take
+ *		Lock messages of a consumer that can be processed now.
+ *
+ * A list of IdemTaken in the current context, in the order in which they came;
+ * those that are tried again come first.  *next_due tells when to look again
+ * for one that is parked; it may be in the past, if others are at those.
+ */
+List *
+idem_take(const IdemDeclared *c, int max, TimestampTz *next_due)
+{
+	List	   *taken = NIL;
+	ListCell   *lc;
+
+	foreach(lc, take_parked(c, max, next_due))
+	{
+		if (!bury_if_worn_out(c, lfirst(lc)))
+			taken = lappend(taken, lfirst(lc));
+	}
+	if (list_length(taken) < max)
+		taken = take_pending(c, max, taken);
+	return taken;
+}
+
+/*
+ * idem_take_leased
+ *		Lock a message that is leased under this token; NULL if none is.
+ */
+IdemTaken *
+idem_take_leased(const IdemDeclared *c, const char *msg_id, const pg_uuid_t *token)
+{
+	static IdemStatement st = {
+		.sql = "SELECT " PARKED_COLUMNS " FROM idem.inbox_parked p"
+		" WHERE p.claim = idem.inbox_key($1, $2) AND p.consumer = $3 AND p.token = $4"
+		" AND p.state = 'leased' FOR UPDATE",
+		.nargs = 4,
+		.types = {TEXTOID, TEXTOID, INT4OID, UUIDOID}
+	};
+	MemoryContext context = CurrentMemoryContext;
+	Datum		values[4] = {CStringGetTextDatum(c->name), CStringGetTextDatum(msg_id),
+	Int32GetDatum(c->id), UUIDPGetDatum(token)};
+	List	   *taken;
+
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	taken = parked_rows(NIL, context);
+	SPI_finish();
+	return taken == NIL ? NULL : linitial(taken);
+}
+
+/*
+ * idem_take_seq
+ *		Lock a message by its number; NULL if it is gone or somebody has it.
+ */
+IdemTaken *
+idem_take_seq(const IdemDeclared *c, int64 seq)
+{
+	static IdemStatement parked = {
+		.sql = "SELECT " PARKED_COLUMNS " FROM idem.inbox_parked p"
+		" WHERE p.consumer = $1 AND p.seq = $2 FOR UPDATE SKIP LOCKED",
+		.nargs = 2,
+		.types = {INT4OID, INT8OID}
+	};
+	MemoryContext context = CurrentMemoryContext;
+	Datum		values[2] = {Int32GetDatum(c->id), Int64GetDatum(seq)};
+	IdemTaken  *t = NULL;
+	List	   *found;
+	Relation	heap;
+	Relation	index;
+	TupleTableSlot *slot;
+	IndexScanDesc scan;
+	ScanKeyData keys[2];
+
+	SPI_connect();
+	idem_statement_run(&parked, values, NULL);
+	found = parked_rows(NIL, context);
+	SPI_finish();
+	if (found != NIL)
+		return linitial(found);
+
+	heap = idem_rel_open(IDEM_REL_INBOX_MESSAGE, RowExclusiveLock);
+	index = idem_index_open(heap, Anum_message_consumer, Anum_message_seq);
+	slot = table_slot_create(heap, NULL);
+	ScanKeyInit(&keys[0], 1, BTEqualStrategyNumber, F_INT4EQ, Int32GetDatum(c->id));
+	ScanKeyInit(&keys[1], 2, BTEqualStrategyNumber, F_INT8EQ, Int64GetDatum(seq));
+	PushActiveSnapshot(GetTransactionSnapshot());
+	scan = idem_index_beginscan(heap, index, GetActiveSnapshot(), 2);
+	index_rescan(scan, keys, 2, NULL, 0);
+	if (index_getnext_slot(scan, ForwardScanDirection, slot))
+	{
+		TupleTableSlot *locked = table_slot_create(heap, NULL);
+
+		locked->tts_tid = slot->tts_tid;
+		if (lock_row(heap, locked, GetActiveSnapshot()))
+			t = taken_from_slot(slot);
+		ExecDropSingleTupleTableSlot(locked);
+	}
+	index_endscan(scan);
+	ExecDropSingleTupleTableSlot(slot);
+	PopActiveSnapshot();
+	index_close(index, AccessShareLock);
+	table_close(heap, NoLock);
+	return t;
+}
+
+/* The next one of the same key has its turn. */
+static void
+promote_next(const IdemDeclared *c, const IdemTaken *t)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.inbox_parked p SET state = 'retry', due = pg_catalog.clock_timestamp()"
+		" FROM (SELECT seq, state FROM idem.inbox_parked WHERE consumer = $1 AND key = $2"
+		" AND state <> 'delayed' AND seq <> $3 ORDER BY seq LIMIT 1) n"
+		" WHERE p.consumer = $1 AND p.seq = n.seq AND n.state = 'behind'",
+		.nargs = 3,
+		.types = {INT4OID, TEXTOID, INT8OID}
+	};
+	Datum		values[3] = {Int32GetDatum(c->id), t->values[Anum_message_key - 1],
+	Int64GetDatum(t->seq)};
+
+	if (t->isnull[Anum_message_key - 1])
+		return;
+	SPI_connect();
+	if (idem_statement_run(&st, values, NULL) > 0)
+		idem_backlog_added(c->id, IDEM_MARK_DUE, GetCurrentTimestamp() - USECS_PER_SEC);
+	SPI_finish();
+	/* Those in the other table are where they were, but may be taken now. */
+	idem_backlog_added(c->id, IDEM_MARK_SEQ, PG_INT64_MAX - 1);
+}
+
+/*
+ * idem_take_promote
+ *		Whatever waits for a message of its key that is gone, goes on.
+ *
+ * A safety net, of all consumers.
+ */
+void
+idem_take_promote(void)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.inbox_parked p SET state = 'retry', due = pg_catalog.clock_timestamp()"
+		" WHERE p.state = 'behind' AND NOT EXISTS (SELECT FROM idem.inbox_parked b"
+		" WHERE b.consumer = p.consumer AND b.key = p.key AND b.state <> 'delayed' AND b.seq < p.seq)"
+		" RETURNING p.consumer"
+	};
+	uint64		n;
+
+	SPI_connect();
+	n = idem_statement_run(&st, NULL, NULL);
+	for (uint64 i = 0; i < n; i++)
+	{
+		bool		isnull;
+
+		idem_backlog_added(DatumGetInt32(SPI_getbinval(SPI_tuptable->vals[i],
+													   SPI_tuptable->tupdesc, 1, &isnull)),
+						   IDEM_MARK_DUE, GetCurrentTimestamp() - USECS_PER_SEC);
+	}
+	SPI_finish();
+}
+
+/* The row of a message goes; so does what others waited for. */
+static void
+remove_row(const IdemDeclared *c, IdemTaken *t)
+{
+	static IdemStatement del = {
+		.sql = "DELETE FROM idem.inbox_parked WHERE consumer = $1 AND seq = $2",
+		.nargs = 2,
+		.types = {INT4OID, INT8OID}
+	};
+	Datum		values[2] = {Int32GetDatum(c->id), Int64GetDatum(t->seq)};
+
+	if (!t->parked)
+	{
+		Relation	heap = idem_rel_open(IDEM_REL_INBOX_MESSAGE, RowExclusiveLock);
+
+		simple_heap_delete(heap, &t->tid);
+		table_close(heap, NoLock);
+		return;
+	}
+	SPI_connect();
+	idem_statement_run(&del, values, NULL);
+	SPI_finish();
+	promote_next(c, t);
+}
+
+/*
+ * The claim of a message counts from when it is done.  One that was made a
+ * good while before is brought up to that.
+ */
+static void
+refresh_claim(const IdemDeclared *c, const IdemTaken *t)
+{
+	static IdemStatement st = {
+		.sql = "UPDATE idem.inbox_claim SET claimed_at = $2 WHERE key = $1",
+		.nargs = 2,
+		.types = {UUIDOID, INT4OID}
+	};
+	int64		retention = c->retention >= 0 ? c->retention :
+		idem_inbox_retention * USECS_PER_SEC;
+	TimestampTz now = GetCurrentTimestamp();
+	Datum		values[2] = {UUIDPGetDatum(&t->claim),
+	Int32GetDatum((int32) (now / USECS_PER_SEC))};
+
+	if (!t->claimed || now - t->stored_at < Min(retention / 1000, 60 * USECS_PER_SEC))
+		return;
+	SPI_connect();
+	idem_statement_run(&st, values, NULL);
+	SPI_finish();
+}
+
+/*
+ * idem_taken_done
+ *		A message has been processed.
+ */
+void
+idem_taken_done(const IdemDeclared *c, IdemTaken *t)
+{
+	remove_row(c, t);
+	refresh_claim(c, t);
+}
+
+/*
+ * idem_taken_park
+ *		A message waits on, in this way.
+ */
+void
+idem_taken_park(const IdemDeclared *c, IdemTaken *t, const IdemWait *wait)
+{
+	static IdemStatement move = {
+		.sql = "WITH gone AS (DELETE FROM idem.inbox_message WHERE consumer = $1 AND seq = $2"
+		" RETURNING *) INSERT INTO idem.inbox_parked"
+		" SELECT gone.*, $3, $4, $5, $6, $7, $8, $9, $9, pg_catalog.clock_timestamp() FROM gone",
+		.nargs = 9,
+		.types = {INT4OID, INT8OID, TEXTOID, INT4OID, TIMESTAMPTZOID, UUIDOID,
+		TIMESTAMPTZOID, TEXTOID, TEXTOID}
+	};
+	static IdemStatement change = {
+		.sql = "UPDATE idem.inbox_parked SET state = $3, attempts = $4, due = $5, token = $6,"
+		" not_yet_since = $7, sqlstate = coalesce($8, sqlstate),"
+		" first_error = coalesce(first_error, $9), last_error = coalesce($9, last_error)"
+		" WHERE consumer = $1 AND seq = $2",
+		.nargs = 9,
+		.types = {INT4OID, INT8OID, TEXTOID, INT4OID, TIMESTAMPTZOID, UUIDOID,
+		TIMESTAMPTZOID, TEXTOID, TEXTOID}
+	};
+	Datum		values[9] = {0};
+	char		nulls[] = "         ";
+
+	values[0] = Int32GetDatum(c->id);
+	values[1] = Int64GetDatum(t->seq);
+	values[2] = CStringGetTextDatum(wait->state);
+	values[3] = Int32GetDatum(wait->attempts);
+	values[4] = TimestampTzGetDatum(wait->due);
+	nulls[4] = wait->due == 0 ? 'n' : ' ';
+	values[5] = UUIDPGetDatum(wait->token);
+	nulls[5] = wait->token == NULL ? 'n' : ' ';
+	values[6] = TimestampTzGetDatum(wait->not_yet_since);
+	nulls[6] = wait->not_yet_since == 0 ? 'n' : ' ';
+	nulls[7] = wait->sqlstate == NULL ? 'n' : ' ';
+	if (wait->sqlstate != NULL)
+		values[7] = CStringGetTextDatum(wait->sqlstate);
+	nulls[8] = wait->error == NULL ? 'n' : ' ';
+	if (wait->error != NULL)
+		values[8] = PointerGetDatum(cstring_to_text_with_len(wait->error,
+															 pg_mbcliplen(wait->error, strlen(wait->error), MAX_ERROR)));
+	SPI_connect();
+	idem_statement_run(t->parked ? &change : &move, values, nulls);
+	SPI_finish();
+	t->parked = true;
+	t->attempts = wait->attempts;
+	if (wait->due != 0)
+		idem_backlog_added(c->id, IDEM_MARK_DUE, wait->due);
+}
+
+/*
+ * idem_taken_bury
+ *		A message is given up, visibly.
+ */
+void
+idem_taken_bury(const IdemDeclared *c, IdemTaken *t, const char *sqlstate,
+				const char *error)
+{
+	static IdemStatement st = {
+		.sql = "INSERT INTO idem.dead_letter (origin, name, msg_id, topic, key, content_type, headers,"
+		" body, enqueued_at, seq, attempts, reason, first_error, sqlstate, source, type, claim,"
+		" claimed, replayed)"
+		" SELECT 'consumer', $1, $2, coalesce($3, ''), $4, $5, $6, $7, $8, $9, $10, $11,"
+		" coalesce((SELECT p.first_error FROM idem.inbox_parked p WHERE p.consumer = $18 AND p.seq = $9), $11),"
+		" $12, $13, $14, $15, $16, $17",
+		.nargs = 18,
+		.types = {TEXTOID, TEXTOID, TEXTOID, TEXTOID, TEXTOID, TEXTOID, BYTEAOID, TIMESTAMPTZOID,
+			INT8OID, INT4OID, TEXTOID, TEXTOID, TEXTOID, TEXTOID, UUIDOID, BOOLOID, BOOLOID, INT4OID}
+	};
+	static const int texts[] = {Anum_message_msg_id, Anum_message_topic, Anum_message_key,
+	Anum_message_content_type, Anum_message_headers};
+	Datum		values[18];
+	char		nulls[] = "                  ";
+
+	values[0] = CStringGetTextDatum(c->name);
+	for (int i = 0; i < (int) lengthof(texts); i++)
+	{
+		values[1 + i] = t->values[texts[i] - 1];
+		nulls[1 + i] = t->isnull[texts[i] - 1] ? 'n' : ' ';
+	}
+	values[6] = t->values[Anum_message_body - 1];
+	values[7] = t->values[Anum_message_enqueued_at - 1];
+	values[8] = Int64GetDatum(t->seq);
+	values[9] = Int32GetDatum(t->attempts);
+	nulls[10] = error == NULL ? 'n' : ' ';
+	if (error != NULL)
+		values[10] = PointerGetDatum(cstring_to_text_with_len(error,
+															  pg_mbcliplen(error, strlen(error), MAX_ERROR)));
+	nulls[11] = sqlstate == NULL ? 'n' : ' ';
+	if (sqlstate != NULL)
+		values[11] = CStringGetTextDatum(sqlstate);
+	values[12] = t->values[Anum_message_source - 1];
+	nulls[12] = t->isnull[Anum_message_source - 1] ? 'n' : ' ';
+	values[13] = t->values[Anum_message_type - 1];
+	nulls[13] = t->isnull[Anum_message_type - 1] ? 'n' : ' ';
+	values[14] = UUIDPGetDatum(&t->claim);
+	values[15] = BoolGetDatum(t->claimed);
+	values[16] = BoolGetDatum(t->replayed);
+	values[17] = Int32GetDatum(c->id);
+	SPI_connect();
+	idem_statement_run(&st, values, nulls);
+	SPI_finish();
+	remove_row(c, t);
+	t->buried = true;
+	ereport(LOG,
+			(errmsg("idem: message %s of consumer \"%s\" is a dead letter: %s",
+					idem_taken_text(t, Anum_message_msg_id), c->name,
+					error != NULL ? error : "no reason given")));
+}
+
+/*
+ * idem_taken_failed
+ *		An attempt has failed, and counts: try again later, or give it up.
+ *
+ * A delay of less than zero stands for the consumer's own backoff.
+ */
+void
+idem_taken_failed(const IdemDeclared *c, IdemTaken *t, const char *sqlstate,
+				  const char *error, int64 delay)
+{
+	IdemWait	wait = {.state = "retry"};
+	ListCell   *lc;
+	bool		never = false;
+
+	foreach(lc, c->never_retry)
+	{
+		const char *class = lfirst(lc);
+
+		never |= sqlstate != NULL && strncmp(sqlstate, class, strlen(class)) == 0;
+	}
+	t->attempts++;
+	if (never || t->attempts >= c->max_attempts)
+	{
+		idem_taken_bury(c, t, sqlstate, error);
+		return;
+	}
+	if (delay < 0)
+	{
+		delay = c->backoff;
+		for (int i = 1; i < t->attempts && delay < c->backoff_max; i++)
+			delay *= 2;
+		delay = Min(delay, c->backoff_max);
+		/* Half of it is left to chance, so that what failed together does not come back together. */
+		delay = delay / 2 + (int64) (delay / 2 * pg_prng_double(&pg_global_prng_state));
+	}
+	wait.attempts = t->attempts;
+	wait.due = GetCurrentTimestamp() + delay;
+	wait.not_yet_since = t->not_yet_since;
+	wait.sqlstate = sqlstate;
+	wait.error = error;
+	idem_taken_park(c, t, &wait);
+}
+
+/* Text that says it is JSON, as jsonb; false if it cannot be. */
+static bool
+parse_payload(const IdemTaken *t, Datum *payload)
+{
+	MemoryContext context = CurrentMemoryContext;
+	volatile bool ok = true;
+	bytea	   *body;
+	char	   *s;
+
+	if (!t->isnull[Anum_message_content_type - 1])
+	{
+		s = idem_taken_text(t, Anum_message_content_type);
+		if (strncmp(s, "application/json", 16) != 0 && strstr(s, "+json") == NULL)
+			return false;
+	}
+	body = DatumGetByteaPP(t->values[Anum_message_body - 1]);
+	s = pg_any_to_server(pnstrdup(VARDATA_ANY(body), VARSIZE_ANY_EXHDR(body)),
+						 VARSIZE_ANY_EXHDR(body), PG_UTF8);
+
+	/* Some JSON is no jsonb.  Parsing has no effects that would have to be undone. */
+	PG_TRY();
+	{
+		*payload = DirectFunctionCall1(jsonb_in, CStringGetDatum(s));
+	}
+	PG_CATCH();
+	{
+		ErrorData  *error;
+
+		MemoryContextSwitchTo(context);
+		error = CopyErrorData();
+		if (ERRCODE_TO_CATEGORY(error->sqlerrcode) != ERRCODE_DATA_EXCEPTION &&
+			ERRCODE_TO_CATEGORY(error->sqlerrcode) != ERRCODE_PROGRAM_LIMIT_EXCEEDED)
+			PG_RE_THROW();
+		FlushErrorState();
+		FreeErrorData(error);
+		ok = false;
+	}
+	PG_END_TRY();
+	return ok;
+}
+
+/*
+ * idem_taken_message
+ *		A message as handlers and applications get it, of type idem.message.
+ */
+Datum
+idem_taken_message(const IdemDeclared *c, const IdemTaken *t, const pg_uuid_t *token)
+{
+	static const int from[] = {0, Anum_message_msg_id, Anum_message_topic, Anum_message_key,
+		0, 0, Anum_message_body, Anum_message_content_type, Anum_message_source,
+	Anum_message_type};
+	Oid			type;
+	TupleDesc	desc;
+	Datum		values[14] = {0};
+	bool		nulls[14];
+	HeapTuple	row;
+	Datum		result;
+
+	type = GetSysCacheOid2(TYPENAMENSP, Anum_pg_type_oid, CStringGetDatum("message"),
+						   ObjectIdGetDatum(get_namespace_oid("idem", false)));
+	if (!OidIsValid(type))
+		elog(ERROR, "type idem.message does not exist");
+	desc = lookup_rowtype_tupdesc(type, -1);
+	memset(nulls, true, sizeof(nulls));
+	for (int i = 0; i < (int) lengthof(from); i++)
+	{
+		if (from[i] == 0)
+			continue;
+		values[i] = t->values[from[i] - 1];
+		nulls[i] = t->isnull[from[i] - 1];
+	}
+	values[0] = CStringGetTextDatum(c->name);
+	nulls[0] = false;
+	if (!t->isnull[Anum_message_headers - 1])
+	{
+		values[4] = DirectFunctionCall1(jsonb_in, CStringGetDatum(idem_taken_text(t, Anum_message_headers)));
+		nulls[4] = false;
+	}
+	nulls[5] = !parse_payload(t, &values[5]);
+	if (nulls[7])
+	{
+		values[7] = CStringGetTextDatum("application/json");
+		nulls[7] = false;
+	}
+	values[10] = Int32GetDatum(t->attempts + 1);
+	nulls[10] = false;
+	values[11] = BoolGetDatum(t->replayed);
+	nulls[11] = false;
+	values[12] = t->values[Anum_message_enqueued_at - 1];
+	nulls[12] = false;
+	values[13] = UUIDPGetDatum(token);
+	nulls[13] = token == NULL;
+	row = heap_form_tuple(desc, values, nulls);
+	result = HeapTupleGetDatum(row);
+	ReleaseTupleDesc(desc);
+	return result;
+}
