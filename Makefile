@@ -83,11 +83,13 @@ DATA_built = $(EXTENSION)--$(EXTVERSION).sql
 # Couriers: src/courier/NAME.c and NAME_*.c become idem-courier-NAME; schemes in
 # courier_schemes_NAME get links to it.  courier_libs_NAME are the libraries it
 # needs, for pkg-config; where they are missing, it is left out.
-COURIERS = discard http amqp
+COURIERS = discard http amqp kafka
 courier_libs_http = libcurl >= 7.80 libcrypto
 courier_libs_amqp = librabbitmq >= 0.8 libssl libcrypto
+courier_libs_kafka = rdkafka >= 1.9
 courier_schemes_http = https
 courier_schemes_amqp = amqps
+courier_schemes_kafka = kafkas
 
 # Tests, tier by tier.  sql/NAME.sql, test/isolation/specs/NAME.spec,
 # test/pgtap/NAME.sql and test/tap/NAME.pl.
@@ -98,7 +100,7 @@ ISOLATION = claim_commit claim_rollback claim_isolation claim_nowait \
 PGTAP = surface roles
 TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
-	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
+	110_courier 120_amqp 125_amqp_relay 130_server 140_http 142_kafka 143_kafka_relay \
 	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade
 
 ISOLATION_OPTS = --inputdir=test/isolation

@@ -413,6 +413,12 @@ subscribe(const char *name, const char *start, bool any_topics)
 		.nargs = 2,
 		.types = {TEXTOID, TIMESTAMPTZOID}
 	};
+	/* as with the first route; see relay.c */
+	static IdemStatement mark = {
+		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
+		" SELECT * FROM idem.relay_whereabouts()"
+		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
+	};
 	TimestampTz since;
 	bool		past = idem_route_starts_in_past(start, &since) && any_topics;
 	Datum		values[4] = {CStringGetTextDatum(name), BoolGetDatum(past),
@@ -420,7 +426,7 @@ subscribe(const char *name, const char *start, bool any_topics)
 
 	idem_statement_run(&first, values, NULL);
 	if (any_topics)
-		idem_home_mark();
+		idem_statement_run(&mark, NULL, NULL);
 	if (!past)
 		return;
 	values[1] = values[2];

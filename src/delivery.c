@@ -212,7 +212,8 @@ count_parked_key(IdemDelivery *d, uint64 hash, int n)
 static bool
 key_is_parked(IdemDelivery *d, uint64 hash)
 {
-	return hash != 0 && hash_search(d->parked_keys, &hash, HASH_FIND, NULL) != NULL;
+	return hash != 0 && hash_get_num_entries(d->parked_keys) > 0 &&
+		hash_search(d->parked_keys, &hash, HASH_FIND, NULL) != NULL;
 }
 
 /*
@@ -273,12 +274,22 @@ idem_delivery_position(IdemDelivery *d, int64 newest_tick)
 	MemoryContextSwitchTo(old);
 }
 
+/*
+ * So many messages are held in memory: those that are sent, and as many that
+ * can go out as soon as these are answered.
+ */
+static int
+most_entries(IdemDelivery *d)
+{
+	return 2 * d->server->window_messages;
+}
+
 /* Is there room for more, and is it the time for it? */
 bool
 idem_delivery_wants(IdemDelivery *d)
 {
 	return d->positioned && d->state == IDEM_SERVER_RUNNING &&
-		d->nentries < d->server->window_messages &&
+		d->nentries < most_entries(d) &&
 		d->nbytes < d->server->window_bytes;
 }
 
@@ -362,7 +373,7 @@ add_message(IdemDelivery *d, dlist_head *queue, DeliveryPage *page, IdemMessage 
 	e->parked.route = route->id;
 	e->parked.destination = idem_route_destination(route, m->topic, m->key);
 	MemoryContextSwitchTo(old);
-	if (m->deliver_at > GetCurrentTimestamp())
+	if (m->deliver_at != 0 && m->deliver_at > GetCurrentTimestamp())
 		park(d, e, IDEM_PARKED_DELAYED, m->deliver_at);
 	else if (key_is_parked(d, e->key_hash))
 		park(d, e, IDEM_PARKED_BEHIND, 0);
@@ -432,7 +443,7 @@ idem_delivery_read(IdemDelivery *d, int64 newest_tick)
 		return;
 
 	page = new_page(d);
-	foreach(lc, read_page(d, &d->reader, d->server->window_messages - d->nentries, page, &at))
+	foreach(lc, read_page(d, &d->reader, most_entries(d) - d->nentries, page, &at))
 	{
 		IdemMessage *m = lfirst(lc);
 
@@ -668,7 +679,8 @@ send_entry(IdemDelivery *d, DeliveryEntry *e)
 
 	bool		suspect = e->kills >= KILLS_MEAN_SUSPECT;
 
-	if (d->ring[slot] != NULL || idem_link_pending(d->link) > MAX_ON_LINE ||
+	if (d->nsent >= d->server->window_messages ||
+		d->ring[slot] != NULL || idem_link_pending(d->link) > MAX_ON_LINE ||
 		((d->probing || d->alone || suspect) && d->nsent > 0))
 		return false;
 	d->alone = suspect;
@@ -697,12 +709,18 @@ idem_delivery_send(IdemDelivery *d)
 		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
 			return;
 	}
-	dlist_foreach(iter, &d->entries)
+	if (d->unsent == NULL && !dlist_is_empty(&d->entries))
+		d->unsent = dlist_head_node(&d->entries);
+	while (d->unsent != NULL)
 	{
-		DeliveryEntry *e = dlist_container(DeliveryEntry, node, iter.cur);
+		DeliveryEntry *e = dlist_container(DeliveryEntry, node, d->unsent);
 
 		if (e->state == ENTRY_QUEUED && !send_entry(d, e))
 			return;
+		/* stay at the last one: more will be put behind it */
+		if (!dlist_has_next(&d->entries, d->unsent))
+			break;
+		d->unsent = dlist_next_node(&d->entries, d->unsent);
 	}
 	if (d->replaying == NULL)
 		return;
@@ -817,10 +835,12 @@ settle_unknown(IdemDelivery *d, DeliveryEntry *e)
 
 /* Decide what becomes of a message now that its outcome is known. */
 static void
-settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
+settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame, TimestampTz now)
 {
 	d->ring[e->ticket & d->ring_mask] = NULL;
 	d->nsent--;
+	if (frame->outcome != IDEM_DELIVERED)
+		d->unsent = NULL;		/* it may be queued again */
 
 	switch (frame->outcome)
 	{
@@ -833,7 +853,7 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame)
 			if (d->logged[0] != '\0')
 				ereport(LOG, (errmsg("idem: server \"%s\" is up again", d->name)));
 			d->logged[0] = '\0';
-			idem_relay_stat_sent(d->stat, e->m->enqueued_at);
+			idem_relay_stat_sent(d->stat, e->m->enqueued_at, now);
 			if (d->server->keep_answer && frame->type == 'o')
 			{
 				e->answered = true;
@@ -905,6 +925,8 @@ pop_queue(IdemDelivery *d, dlist_head *queue, IdemPosition *done, bool *dirty)
 
 		if (e->state != ENTRY_DONE)
 			break;
+		if (d->unsent == &e->node)
+			d->unsent = NULL;
 		dlist_delete(&e->node);
 		d->nentries--;
 
@@ -965,6 +987,7 @@ lose_courier(IdemDelivery *d, const char *reason)
 	d->replaying ? &d->replaying->entries : NULL};
 	bool		alone = d->alone && d->nsent == 1;
 
+	d->unsent = NULL;
 	for (int i = 0; i < 3 && lists[i] != NULL; i++)
 	{
 		dlist_iter	iter;
@@ -1004,10 +1027,12 @@ void
 idem_delivery_receive(IdemDelivery *d)
 {
 	IdemFrame	frame;
+	TimestampTz now;
 
 	if (d->link == NULL)
 		return;
 	idem_link_fill(d->link);
+	now = GetCurrentTimestamp();
 	while (idem_link_next(d->link, &frame))
 	{
 		DeliveryEntry *e;
@@ -1020,7 +1045,7 @@ idem_delivery_receive(IdemDelivery *d)
 			case 'o':
 				e = d->ring[frame.ticket & d->ring_mask];
 				if (e != NULL && e->ticket == frame.ticket && e->state == ENTRY_SENT)
-					settle(d, e, &frame);
+					settle(d, e, &frame, now);
 				break;
 			case 's':
 				if (frame.state == IDEM_LINK_DOWN)

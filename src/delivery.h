@@ -63,6 +63,7 @@ typedef struct IdemDelivery
 
 	IdemReplaying *replaying;	/* or NULL */
 	dlist_head	entries;		/* in the order of the log */
+	dlist_node *unsent;			/* none before it waits to be sent; NULL: not known */
 	dlist_head	retries;		/* parked ones that are due */
 	dlist_head	settled;		/* to be written with the next record */
 	int			nentries;

@@ -762,6 +762,16 @@ publish(IdemDelivery *d)
 	SpinLockRelease(&d->stat->mutex);
 }
 
+/* Send what may be sent. */
+static void
+send_and_flush(IdemDelivery *d)
+{
+	if (record_again_at == 0)
+		idem_delivery_send(d);
+	if (d->link != NULL)
+		idem_link_flush(d->link);
+}
+
 /* One turn of the wheel; true if there may be more to do at once. */
 static bool
 turn(void)
@@ -786,13 +796,12 @@ turn(void)
 	{
 		IdemDelivery *d = lfirst(lc);
 
+		/* What was read ahead goes out before we read on. */
+		send_and_flush(d);
 		busy |= feed(d, &hungry);
 		if (d->nentries > d->nsent)
 			IDEM_FAULT("relay-read");
-		if (record_again_at == 0)
-			idem_delivery_send(d);
-		if (d->link != NULL)
-			idem_link_flush(d->link);
+		send_and_flush(d);
 		if (d->nsent > 0)
 			IDEM_FAULT("relay-sent");
 		publish(d);

@@ -55,6 +55,6 @@ extern IdemServerStat *idem_relay_stat_attach(const char *server);
 extern void idem_relay_stat_rename(IdemServerStat *stat, const char *server);
 extern void idem_relay_stat_detach(IdemServerStat *stat);
 extern void idem_relay_stat_error(IdemServerStat *stat, const char *error);
-extern void idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at);
+extern void idem_relay_stat_sent(IdemServerStat *stat, TimestampTz enqueued_at, TimestampTz now);
 
 #endif							/* IDEM_RELAY_STAT_H */

@@ -300,24 +300,6 @@ idem_route_starts_in_past(const char *start, TimestampTz *since)
 	return *since <= GetCurrentTimestamp();
 }
 
-/*
- * idem_home_mark
- *		Whoever wants messages delivered is at home here; see relay.c.
- *
- * Caller is the owner of our tables, and connected to SPI.
- */
-void
-idem_home_mark(void)
-{
-	static IdemStatement mark = {
-		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
-		" SELECT * FROM idem.relay_whereabouts()"
-		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
-	};
-
-	(void) idem_statement_run(&mark, NULL, NULL);
-}
-
 /* route_add(pattern, server, destination, start_from) */
 Datum
 idem_route_add(PG_FUNCTION_ARGS)
@@ -335,6 +317,12 @@ idem_route_add(PG_FUNCTION_ARGS)
 		.sql = "INSERT INTO idem.relay_replay (server, route, from_seq) VALUES ($1, $2, $3)",
 		.nargs = 3,
 		.types = {TEXTOID, INT8OID, INT8OID}
+	};
+	/* Who has routes is at home here; see relay.c. */
+	static IdemStatement mark = {
+		.sql = "INSERT INTO idem.relay_identity (system_identifier, database, site)"
+		" SELECT * FROM idem.relay_whereabouts()"
+		" WHERE NOT EXISTS (SELECT FROM idem.relay_identity)"
 	};
 	static IdemStatement seq_at = {
 		.sql = "SELECT idem.outbox_seq_at($1)",
@@ -390,7 +378,7 @@ idem_route_add(PG_FUNCTION_ARGS)
 		values[2] = values[3];
 		(void) idem_statement_run(&replay, values, NULL);
 	}
-	idem_home_mark();
+	(void) idem_statement_run(&mark, NULL, NULL);
 	idem_become_caller(&caller);
 	idem_wake_orders();
 	PG_RETURN_INT64(id);

@@ -39,6 +39,5 @@ extern bool idem_route_match(const char *pattern, const char *topic);
 extern char *idem_route_destination(const IdemRoute *route, const char *topic,
 									const char *key);
 extern void idem_route_utility(Node *stmt);
-extern void idem_home_mark(void);
 
 #endif							/* IDEM_ROUTE_H */

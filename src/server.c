@@ -79,6 +79,7 @@ typedef struct OptionDef
 
 #define HTTP "http https"
 #define AMQP "amqp amqps"
+#define KAFKA "kafka kafkas"
 #define RANGE(low, high) .min = low, .max = high
 #define FIELD(field) .offset = offsetof(IdemServer, field)
 
@@ -114,6 +115,15 @@ static const OptionDef option_defs[] = {
 	{HTTP " " AMQP, "tls_ca_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP, "tls_cert_file", .kind = OPTION_FILE},
 	{HTTP " " AMQP, "tls_key_file", .kind = OPTION_FILE},
+	{KAFKA, "user", .kind = OPTION_TEXT},
+	{KAFKA, "password_file", .kind = OPTION_FILE},
+	{KAFKA, "sasl_mechanism", .kind = OPTION_WORD, .words = "PLAIN SCRAM-SHA-256 SCRAM-SHA-512"},
+	{KAFKA, "connect_timeout_ms", .kind = OPTION_INT, RANGE(1, HOUR_MS)},
+	{KAFKA, "timeout_ms", .kind = OPTION_INT, RANGE(100, HOUR_MS)},
+	{KAFKA, "tls_ca_file", .kind = OPTION_FILE},
+	{KAFKA, "tls_cert_file", .kind = OPTION_FILE},
+	{KAFKA, "tls_key_file", .kind = OPTION_FILE},
+	{KAFKA, "kafka.", .kind = OPTION_HEADER},
 	{"discard", "delay_ms", .kind = OPTION_INT, RANGE(0, HOUR_MS)},
 	{"discard", "fail_every", .kind = OPTION_INT, RANGE(0, INT_MAX)},
 };
@@ -222,6 +232,9 @@ is_clear_secret(const char *name, const char *scheme)
 {
 	if (strncmp(name, "header.", 7) == 0)
 		return word_index("authorization proxy-authorization cookie", name + 7) >= 0;
+	/* of librdkafka's: ssl.key.password, sasl.oauthbearer.client.secret, ssl.key.pem */
+	if (strncmp(name, "kafka.", 6) == 0)
+		return word_index("password secret pem", strrchr(name, '.') + 1) >= 0;
 	if (has_scheme_prefix(name, scheme))
 		name += strlen(scheme) + 1;
 	return word_index("password passwd passphrase secret token bearer api_key"
@@ -312,14 +325,14 @@ read_url(const char *url, char **scheme, Problem *problem)
 			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 						  pstrdup("url contains a password"),
 						  pstrdup("Put it into a file below idem.secrets_dir, and name that in option \"password_file\"."));
-		if (word_index(HTTP " " AMQP, *scheme) >= 0)
+		if (word_index(HTTP " " AMQP " " KAFKA, *scheme) >= 0)
 			return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 						  pstrdup("url contains a user"),
 						  pstrdup("There is option \"user\" for it."));
 		len -= at + 1 - rest;
 		rest = at + 1;
 	}
-	if (len == 0 && word_index(HTTP " " AMQP, *scheme) >= 0)
+	if (len == 0 && word_index(HTTP " " AMQP " " KAFKA, *scheme) >= 0)
 		return refuse(problem, ERRCODE_INVALID_PARAMETER_VALUE,
 					  pstrdup("url contains no host"), NULL);
 	return true;

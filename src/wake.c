@@ -88,6 +88,15 @@ find_slot(void)
 	return my_slot;
 }
 
+static void
+set_latch(WakeSlot *slot)
+{
+	int			procno = slot->procno;
+
+	if (procno >= 0)
+		SetLatch(&GetPGProcByNumber(procno)->procLatch);
+}
+
 /*
  * idem_wake_now
  *		Wake the relay of this database, if it sleeps.
@@ -104,12 +113,7 @@ idem_wake_now(void)
 	pg_memory_barrier();
 	if (pg_atomic_read_u32(&slot->sleeping) != 0 &&
 		pg_atomic_exchange_u32(&slot->sleeping, 0) != 0)
-	{
-		int			procno = slot->procno;
-
-		if (procno >= 0)
-			SetLatch(&GetPGProcByNumber(procno)->procLatch);
-	}
+		set_latch(slot);
 }
 
 static void
@@ -124,8 +128,13 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 	{
 		slot = ordered ? find_slot() : NULL;
 		if (slot != NULL)
+		{
+			/* one that waits for something else than messages listens, too */
 			pg_atomic_write_u32(&slot->orders, 1);
-		idem_wake_now();
+			set_latch(slot);
+		}
+		else
+			idem_wake_now();
 		if (expects_handlers)
 			idem_worker_expect_handlers();
 	}

@@ -240,6 +240,9 @@ idem_worker_start(Datum arg, IdemWorkerKind kind)
 	IdemDatabase *db;
 
 	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+
+	/* The server ignores the signal while it starts us. */
+	ConfigReloadPending = true;
 	pqsignal(SIGTERM, die);
 	BackgroundWorkerUnblockSignals();
 

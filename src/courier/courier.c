@@ -34,6 +34,7 @@
 #define LAST_WORDS_MS	500
 #define MAX_TEXT		1024
 #define MAX_BATCH		8192	/* tickets in one frame */
+#define REPORT_MS		2		/* how long a delivery may wait to be reported */
 
 /* Above these we read no further until something is done. */
 #define MAX_HELD		100000
@@ -87,6 +88,7 @@ struct IdemCourier
 	size_t		held_bytes;
 	uint64_t   *done;			/* delivered, not yet in a frame */
 	uint32_t	n_done;
+	int64_t		done_since;		/* when the first of them was */
 	IdemFailed *failed;			/* NULL if order does not matter */
 
 	Watch	   *watches;
@@ -350,6 +352,8 @@ idem_courier_delivered(IdemCourier *courier, IdemMessage *message)
 {
 	if (courier->n_done == MAX_BATCH)
 		flush_done(courier);
+	if (courier->n_done == 0)
+		courier->done_since = idem_courier_now();
 	courier->done[courier->n_done++] = message->ticket;
 	release(courier, message);
 }
@@ -705,14 +709,36 @@ read_relay(IdemCourier *courier)
 	}
 }
 
+/*
+ * Deliveries that come one by one are reported together: every report wakes
+ * the relay, which costs more than it brings while we have more to do than we
+ * have done.
+ */
+static bool
+report_is_due(IdemCourier *courier)
+{
+	return courier->n_done >= courier->held || courier->quitting ||
+		idem_courier_now() >= courier->done_since + REPORT_MS;
+}
+
 static void
 write_relay(IdemCourier *courier)
 {
-	flush_done(courier);
+	if (courier->n_done > 0 && report_is_due(courier))
+		flush_done(courier);
 	if (courier->eof)
 		courier->out.begin = courier->out.end = 0;
 	else if (idem_buffer_send(&courier->out, RELAY_FD) == IDEM_FRAME_EOF)
 		relay_gone(courier);
+}
+
+/* The shorter of two times to wait, of which the first may be -1: for ever. */
+static int64_t
+sooner(int64_t timeout, int64_t left)
+{
+	if (left < 0)
+		left = 0;
+	return timeout < 0 || left < timeout ? left : timeout;
 }
 
 static void
@@ -725,14 +751,11 @@ loop_once(IdemCourier *courier)
 	bool		unsent = courier->out.begin < courier->out.end;
 
 	if (courier->timer >= 0)
-		timeout = courier->timer > now ? courier->timer - now : 0;
+		timeout = sooner(timeout, courier->timer - now);
 	if (courier->quitting)
-	{
-		int64_t		left = courier->deadline > now ? courier->deadline - now : 0;
-
-		if (timeout < 0 || left < timeout)
-			timeout = left;
-	}
+		timeout = sooner(timeout, courier->deadline - now);
+	if (courier->n_done > 0)
+		timeout = sooner(timeout, courier->done_since + REPORT_MS - now);
 
 	/*
 	 * Even if we read nothing just now, we want to know when the relay is

@@ -38,13 +38,28 @@
 #define KEEP_ANSWER		1024
 #define MAX_ANSWER		(1024 * 1024)
 
+/*
+ * Headers, one after the other, each with NUL at its end.  They are made for
+ * every message, so that they are not worth a list of libcurl's with two
+ * allocations for each.
+ */
+typedef struct Lines
+{
+	char	   *text;
+	size_t		len;
+	size_t		size;
+	struct curl_slist *list;	/* made by link_lines() */
+	size_t		room;
+} Lines;
+
 /* A request under way, or the means for one. */
 typedef struct Request
 {
 	struct Request *next;		/* while it is free */
 	CURL	   *curl;
 	IdemMessage *message;
-	struct curl_slist *headers;
+	char	   *destination;	/* for which libcurl has the URL, or NULL */
+	Lines		headers;
 	bool		sent;			/* it may have reached the other side */
 	bool		too_long;		/* the answer, so that we stopped reading */
 	const char *refused;		/* the kind of address that was in the way */
@@ -73,7 +88,8 @@ static bool public_only;
 static bool keep_answer;
 static unsigned char *signing_key;
 static size_t signing_key_len;
-static struct curl_slist *fixed_headers;	/* options header.NAME */
+static Lines fixed_headers;		/* options header.NAME and the like */
+static struct curl_slist *fixed_list;	/* the same for libcurl */
 static char *ce_source;
 
 /* Set by ourselves; a message's header of such a name is left out. */
@@ -124,61 +140,103 @@ good_value(const char *value)
 }
 
 static void
-add_header(struct curl_slist **list, const char *name, const char *value)
+put(Lines *lines, const char *s, size_t len)
 {
-	size_t		size = strlen(name) + strlen(value) + 3;
-	char	   *line = idem_alloc(size);
-	struct curl_slist *longer;
+	if (lines->size - lines->len < len)
+	{
+		lines->size = 2 * (lines->size + len) + 256;
+		lines->text = idem_realloc(lines->text, lines->size);
+	}
+	memcpy(lines->text + lines->len, s, len);
+	lines->len += len;
+}
+
+static void
+add_header(Lines *lines, const char *name, const char *value)
+{
+	put(lines, name, strlen(name));
 
 	/* libcurl takes "Name:" for a header to leave out, "Name;" for an empty one */
 	if (value[strspn(value, " \t")] == '\0')
-		snprintf(line, size, "%s;", name);
+		put(lines, ";", 2);
 	else
-		snprintf(line, size, "%s: %s", name, value);
-	longer = curl_slist_append(*list, line);
-	if (longer == NULL)
-		abort();
-	*list = longer;
-	free(line);
+	{
+		put(lines, ": ", 2);
+		put(lines, value, strlen(value) + 1);
+	}
+}
+
+/* The line after this one, or the first; NULL after the last. */
+static char *
+next_line(const Lines *lines, char *line)
+{
+	line = line == NULL ? lines->text : line + strlen(line) + 1;
+	return line < lines->text + lines->len ? line : NULL;
 }
 
 /* Is there one of this name already? */
 static bool
-has_header(const struct curl_slist *list, const char *name)
+has_header(const Lines *lines, const char *name)
 {
 	size_t		len = strlen(name);
 
-	for (; list != NULL; list = list->next)
-		if (strncasecmp(list->data, name, len) == 0 &&
-			(list->data[len] == ':' || list->data[len] == ';'))
+	for (char *line = NULL; (line = next_line(lines, line)) != NULL;)
+		if (strncasecmp(line, name, len) == 0 && (line[len] == ':' || line[len] == ';'))
 			return true;
 	return false;
 }
 
-/* Percent-encode all but letters, digits and the characters in keep. */
-static char *
-encode(const char *s, const char *keep)
+/* The lines as libcurl wants them, with these others behind them. */
+static struct curl_slist *
+link_lines(Lines *lines, struct curl_slist *others)
 {
-	char	   *encoded = idem_alloc(3 * strlen(s) + 1);
-	char	   *to = encoded;
+	size_t		n = 0;
+
+	for (char *line = NULL; (line = next_line(lines, line)) != NULL; n++)
+	{
+		if (n == lines->room)
+		{
+			lines->room = 2 * lines->room + 16;
+			lines->list = idem_realloc(lines->list, sizeof(struct curl_slist) * lines->room);
+		}
+		lines->list[n].data = line;
+	}
+	for (size_t i = 0; i < n; i++)
+		lines->list[i].next = i + 1 < n ? &lines->list[i + 1] : others;
+	return n > 0 ? lines->list : others;
+}
+
+/* Append s, with all but letters, digits and the characters in keep encoded. */
+static void
+put_encoded(Lines *lines, const char *s, const char *keep)
+{
+	static const char hex[] = "0123456789ABCDEF";
 
 	for (; *s != '\0'; s++)
 	{
 		unsigned char c = (unsigned char) *s;
+		char		code[3] = {'%', hex[c >> 4], hex[c & 0xF]};
 
 		if (c < 0x80 && (isalnum(c) || strchr(keep, c) != NULL))
-			*to++ = (char) c;
+			put(lines, s, 1);
 		else
-			to += sprintf(to, "%%%02X", c);
+			put(lines, code, 3);
 	}
-	return encoded;
 }
 
 /* CloudEvents' encoding of values: printable ASCII except space, " and %. */
-static char *
-encode_ce(const char *s)
+static void
+add_ce_header(Lines *lines, const char *name, const char *value)
 {
-	return encode(s, "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~");
+	if (*value == '\0')
+	{
+		add_header(lines, name, value);
+		return;
+	}
+	put(lines, name, strlen(name));
+	put(lines, ": ", 2);
+	put_encoded(lines, value, "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~");
+	put(lines, "", 1);
 }
 
 /*
@@ -502,10 +560,18 @@ http_start(IdemCourier *c)
 		(idem_option(c, "tls_ca") != NULL || idem_option(c, "tls_cert") != NULL))
 		idem_courier_refuse(c, "TLS options need a url that begins with https://");
 
-	option = encode_ce(idem_courier_server(c));
+	option = idem_courier_server(c);
 	ce_source = idem_alloc(strlen(option) + 10);
 	sprintf(ce_source, "urn:idem:%s", option);
-	free((char *) option);
+	if (bearer != NULL)
+	{
+		put(&fixed_headers, "Authorization: Bearer ", 22);
+		put(&fixed_headers, bearer, strlen(bearer) + 1);
+	}
+
+	/* no waiting for "100 Continue" */
+	put(&fixed_headers, "Expect:", 8);
+	fixed_list = link_lines(&fixed_headers, NULL);
 
 	multi = curl_multi_init();
 	if (multi == NULL)
@@ -527,32 +593,38 @@ http_start(IdemCourier *c)
  * Requests
  */
 
-/* The destination as a path below the url, or NULL if it leads elsewhere. */
-static char *
-make_url(const char *destination)
+/*
+ * Set the URL: the destination is a path below option url.  False if it leads
+ * elsewhere.
+ */
+static bool
+set_url(Request *request, const char *destination)
 {
-	char	   *path;
-	char	   *url;
-	size_t		size;
+	Lines		url = {0};
+	const char *path = destination + strspn(destination, "/");
 
-	destination += strspn(destination, "/");
-	for (const char *p = destination; *p != '\0';)
+	/* mostly it is the same as the last time */
+	if (request->destination != NULL && strcmp(request->destination, destination) == 0)
+		return true;
+	for (const char *p = path; *p != '\0';)
 	{
 		size_t		len = strcspn(p, "/\\");
 
 		if ((len == 1 && p[0] == '.') || (len == 2 && p[0] == '.' && p[1] == '.'))
-			return NULL;
+			return false;
 		p += len;
 		p += *p != '\0';
 	}
-	path = encode(destination, "-._~/");
-	size = strlen(base_url) + 1 + strlen(path) + strlen(base_query) + 1;
-	url = idem_alloc(size);
-	snprintf(url, size, "%s%s%s%s", base_url,
-			 *path != '\0' || strchr(base_url + 8, '/') == NULL ? "/" : "",
-			 path, base_query);
-	free(path);
-	return url;
+	put(&url, base_url, strlen(base_url));
+	if (*path != '\0' || strchr(base_url + 8, '/') == NULL)
+		put(&url, "/", 1);
+	put_encoded(&url, path, "-._~/");
+	put(&url, base_query, strlen(base_query) + 1);
+	curl_easy_setopt(request->curl, CURLOPT_URL, url.text);
+	free(url.text);
+	free(request->destination);
+	request->destination = idem_strdup(destination);
+	return true;
 }
 
 /* Add a header of the message to those of the request, unless it is ours. */
@@ -568,7 +640,7 @@ message_header(void *arg, const char *name, const char *value)
 				 "header \"%.100s\" cannot be sent", good_name(name) ? name : "?");
 		return false;
 	}
-	if (!in_list(own_headers, name) && !has_header(fixed_headers, name) &&
+	if (!in_list(own_headers, name) && !has_header(&fixed_headers, name) &&
 		!(cloudevents && in_list(own_ce_headers, name)))
 		add_header(&request->headers, name, value);
 	return true;
@@ -599,33 +671,40 @@ add_signature(Request *request)
 	add_header(&request->headers, "webhook-signature", signature);
 }
 
+/* A time as RFC 3339 has it. */
+static const char *
+timestamp(int64_t usec)
+{
+	static char text[64];
+	static time_t last = -1;
+	static size_t len;
+	time_t		second = (time_t) (usec / 1000000);
+	struct tm	tm;
+
+	if (second != last)
+	{
+		len = gmtime_r(&second, &tm) == NULL ? 0 :
+			strftime(text, 32, "%Y-%m-%dT%H:%M:%S", &tm);
+		last = second;
+	}
+	snprintf(text + len, sizeof(text) - len, ".%06dZ", (int) (usec % 1000000));
+	return text;
+}
+
 static void
 add_cloudevent(Request *request)
 {
 	IdemMessage *m = request->message;
-	time_t		seconds = (time_t) (m->enqueued_at / 1000000);
-	struct tm	tm;
-	char		day[32] = "";
-	char		stamp[64];
-	char	   *encoded;
+	Lines	   *headers = &request->headers;
 
-	add_header(&request->headers, "ce-specversion", "1.0");
-	add_header(&request->headers, "ce-id", m->msg_id);
-	encoded = encode_ce(m->topic);
-	add_header(&request->headers, "ce-type", encoded);
-	free(encoded);
-	if (gmtime_r(&seconds, &tm) != NULL)
-		strftime(day, sizeof(day), "%Y-%m-%dT%H:%M:%S", &tm);
-	snprintf(stamp, sizeof(stamp), "%s.%06dZ", day, (int) (m->enqueued_at % 1000000));
-	add_header(&request->headers, "ce-time", stamp);
-	if (!has_header(request->headers, "ce-source"))
-		add_header(&request->headers, "ce-source", ce_source);
-	if (m->key != NULL && *m->key != '\0' && !has_header(request->headers, "ce-partitionkey"))
-	{
-		encoded = encode_ce(m->key);
-		add_header(&request->headers, "ce-partitionkey", encoded);
-		free(encoded);
-	}
+	add_header(headers, "ce-specversion", "1.0");
+	add_header(headers, "ce-id", m->msg_id);
+	add_ce_header(headers, "ce-type", m->topic);
+	add_header(headers, "ce-time", timestamp(m->enqueued_at));
+	if (!has_header(headers, "ce-source"))
+		add_ce_header(headers, "ce-source", ce_source);
+	if (m->key != NULL && *m->key != '\0' && !has_header(headers, "ce-partitionkey"))
+		add_ce_header(headers, "ce-partitionkey", m->key);
 }
 
 /* Headers of the request; false if the message cannot be sent, see error. */
@@ -635,6 +714,7 @@ add_headers(Request *request)
 	IdemMessage *m = request->message;
 
 	request->error[0] = '\0';
+	request->headers.len = 0;
 	if (!good_value(m->content_type))
 	{
 		strcpy(request->error, "content type cannot be sent");
@@ -652,19 +732,6 @@ add_headers(Request *request)
 		add_cloudevent(request);
 	if (signing_key != NULL)
 		add_signature(request);
-	for (struct curl_slist *h = fixed_headers; h != NULL; h = h->next)
-		request->headers = curl_slist_append(request->headers, h->data);
-	if (bearer != NULL)
-	{
-		char	   *value = idem_alloc(strlen(bearer) + 8);
-
-		sprintf(value, "Bearer %s", bearer);
-		add_header(&request->headers, "Authorization", value);
-		free(value);
-	}
-
-	/* no waiting for "100 Continue" */
-	request->headers = curl_slist_append(request->headers, "Expect:");
 	return true;
 }
 
@@ -693,8 +760,6 @@ finish(Request *request, IdemOutcome outcome, uint32_t retry_after_ms,
 	else
 		idem_courier_answer(courier, message, outcome, retry_after_ms, code, text, len);
 	return_all(behind, "a message before it with the same key failed");
-	curl_slist_free_all(request->headers);
-	request->headers = NULL;
 	request->message = NULL;
 	request->next = idle;
 	idle = request;
@@ -853,33 +918,29 @@ check_finished(void)
 static void
 begin(Request *request, IdemMessage *message)
 {
-	char	   *url = make_url(message->destination);
-
+	if (request->curl == NULL)
+		prepare_handle(courier, request);
 	request->message = message;
 	request->sent = false;
 	request->too_long = false;
 	request->refused = NULL;
 	request->answer_len = 0;
 	request->answer_total = 0;
-	if (url == NULL)
+	if (!set_url(request, message->destination))
 	{
 		finish_text(request, IDEM_PERMANENT, 0, "destination has a \"..\" in it");
 		return;
 	}
 	if (!add_headers(request))
 	{
-		free(url);
 		finish_text(request, IDEM_PERMANENT, 0, request->error);
 		return;
 	}
 	request->error[0] = '\0';
-	if (request->curl == NULL)
-		prepare_handle(courier, request);
-	curl_easy_setopt(request->curl, CURLOPT_URL, url);
 	curl_easy_setopt(request->curl, CURLOPT_POSTFIELDS, message->body);
 	curl_easy_setopt(request->curl, CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t) message->body_len);
-	curl_easy_setopt(request->curl, CURLOPT_HTTPHEADER, request->headers);
-	free(url);
+	curl_easy_setopt(request->curl, CURLOPT_HTTPHEADER,
+					 link_lines(&request->headers, fixed_list));
 	if (curl_multi_add_handle(multi, request->curl) != CURLM_OK)
 		abort();
 }
@@ -891,10 +952,13 @@ http_message(IdemCourier *c, IdemMessage *message)
 	idem_queue_add(queue, message);
 }
 
-static void
-http_round(IdemCourier *c)
+/* Give idle requests something to do; true if there was any. */
+static bool
+begin_waiting(void)
 {
-	while (idle != NULL && !idem_courier_quitting(c))
+	bool		begun = false;
+
+	while (idle != NULL && !idem_courier_quitting(courier))
 	{
 		IdemMessage *message = idem_queue_next(queue);
 		Request    *request = idle;
@@ -903,7 +967,28 @@ http_round(IdemCourier *c)
 			break;
 		idle = request->next;
 		begin(request, message);
+		begun = true;
 	}
+	return begun;
+}
+
+static void
+http_round(IdemCourier *c)
+{
+	int			running;
+
+	(void) c;
+	if (!begin_waiting())
+		return;
+
+	/*
+	 * libcurl would begin when its timer goes off, one round later.  That is
+	 * soon enough for what can begin because a request is finished at once:
+	 * the other connections have their turn first.
+	 */
+	curl_multi_socket_action(multi, CURL_SOCKET_TIMEOUT, 0, &running);
+	check_finished();
+	(void) begin_waiting();
 }
 
 static void
@@ -923,7 +1008,6 @@ http_stop(IdemCourier *c)
 			continue;
 		if (requests[i].message != NULL)
 			curl_multi_remove_handle(multi, requests[i].curl);
-		curl_slist_free_all(requests[i].headers);
 		curl_easy_cleanup(requests[i].curl);
 	}
 	curl_multi_cleanup(multi);

@@ -38,9 +38,7 @@ broker_turns() {
 # broker_cluster NAME URL OPTIONS DESTINATION: with one server of that name
 broker_cluster() {
 	relay_cluster "$1"
-	sql -c "SELECT idem.route_drop(id, true) FROM idem.routes" -c "DROP SERVER bin" \
-		-c "CREATE SERVER $1 FOREIGN DATA WRAPPER idem OPTIONS (url '$2'$3)" \
-		-c "SELECT idem.route_add('orders.**', '$1', '$4')" >/dev/null
+	only_server "$@"
 }
 
 part_broker_amqp() {
@@ -104,3 +102,32 @@ part_broker_http() {
 }
 
 before_http() { :; }
+
+part_broker_kafka() {
+	local dir=$WORK/kafka-bench pid servers BROKER_MESSAGES=500000
+	mkdir -p "$dir"
+	mkfifo "$dir/orders"
+	"$SRC/test/bench/kafka.pl" "$dir" <"$dir/orders" 2>"$dir/errors" &
+	pid=$!
+	exec 7>"$dir/orders"
+	if ! wait_for_file "$dir/servers" $pid; then
+		exec 7>&-
+		measured skip broker_kafka "Kafka does not run: $(head -n 1 "$dir/errors")"
+		return
+	fi
+	servers=$(cat "$dir/servers")
+	cc -O2 -o "$WORK/raw_kafka" "$SRC/test/bench/raw_kafka.c" -lrdkafka
+	broker_cluster kafka "kafka://$servers" "" bench
+	# the first runs of a new Java process are those of its compiler
+	"$WORK/raw_kafka" "$servers" bench $BROKER_MESSAGES $BODY $BROKER_WINDOW >/dev/null
+	broker_turns kafka "$WORK/raw_kafka" "$servers" bench $BROKER_MESSAGES $BODY $BROKER_WINDOW
+	cluster_stop kafka
+	exec 7>&-
+	wait $pid || true
+}
+
+before_kafka() {
+	touch "$WORK/kafka-bench/purge"
+	echo purge >&7
+	while [ -e "$WORK/kafka-bench/purge" ]; do sleep 0.1; done
+}

@@ -8,7 +8,8 @@ CLIENTS=8
 BATCH=100
 DEFINES=()             # variables of the scripts
 
-measured() { (IFS=$'\t' && echo "$*") >>"$raw"; }
+# measured WHAT WORKLOAD CONTESTANT VALUE: by the part under way
+measured() { (IFS=$'\t' && echo "$part"$'\t'"$*") >>"$raw"; }
 sql() { psql -XqAt -v ON_ERROR_STOP=1 "$@"; }
 
 # prepare_cluster NAME SETTING...: nothing may go on in the background that
@@ -62,7 +63,7 @@ callgrind_start() {
 	sleep 5 # the background processes are starting
 }
 
-children() { cat "/proc/$callgrind_pid/task/$callgrind_pid/children"; }
+children() { xargs <"/proc/$callgrind_pid/task/$callgrind_pid/children"; }
 
 # backend_cost WORKLOAD CONTESTANT TIMES: sets cost to the instructions of the
 # backend that ran it, and leaves callgrind's file in $WORK/callgrind.out
@@ -72,7 +73,10 @@ backend_cost() {
 	rm -f "$WORK"/cg/*
 	bench_run "$1" "$2" -c 1 -t "$3"
 	# The file is there when the backend has ended.
-	until [ "$(children)" = "$before" ]; do sleep 0.1; done
+	while grep -qvwE "${before// /|}" <<<"$(children | tr ' ' '\n' | grep .)"; do
+		kill -0 $callgrind_pid 2>/dev/null || die "the server under callgrind has ended"
+		sleep 0.1
+	done
 	# pgbench opens another connection before, but does nothing there.
 	cost=0
 	for file in "$WORK"/cg/*; do

@@ -7,8 +7,8 @@
  *	raw_http url messages size connections
  *
  * Posts JSON documents with libcurl's multi interface, so many at once, each
- * with the headers that the courier sends, counts answers with 2xx, and
- * prints messages per second.
+ * with the headers that the courier sends and its time limits, counts answers
+ * with 2xx, and prints messages per second.
  *
  * cc -O2 -o raw_http raw_http.c -lcurl
  *
@@ -49,12 +49,14 @@ post(CURLM *multi, Request *request, unsigned long n)
 	request->headers = curl_slist_append(NULL, "content-type: application/json");
 	snprintf(line, sizeof(line), "ce-id: 01900000-0000-7000-8000-%012lx", n);
 	curl_slist_append(request->headers, line);
-	snprintf(line, sizeof(line), "idempotency-key: \"01900000-0000-7000-8000-%012lx\"", n);
+	snprintf(line, sizeof(line), "idempotency-key: 01900000-0000-7000-8000-%012lx", n);
 	curl_slist_append(request->headers, line);
 	curl_slist_append(request->headers, "ce-specversion: 1.0");
 	curl_slist_append(request->headers, "ce-type: orders.created");
-	curl_slist_append(request->headers, "ce-source: /idem");
+	curl_slist_append(request->headers, "ce-source: urn:idem:http");
 	curl_slist_append(request->headers, "ce-time: 2026-01-01T00:00:00.000000Z");
+	snprintf(line, sizeof(line), "ce-partitionkey: %lu", n);
+	curl_slist_append(request->headers, line);
 	curl_slist_append(request->headers, "expect:");
 	curl_easy_setopt(request->easy, CURLOPT_URL, url);
 	curl_easy_setopt(request->easy, CURLOPT_POST, 1L);
@@ -64,6 +66,9 @@ post(CURLM *multi, Request *request, unsigned long n)
 	curl_easy_setopt(request->easy, CURLOPT_WRITEFUNCTION, ignore);
 	curl_easy_setopt(request->easy, CURLOPT_NOSIGNAL, 1L);
 	curl_easy_setopt(request->easy, CURLOPT_PROXY, "");
+	curl_easy_setopt(request->easy, CURLOPT_USERAGENT, "idem/0.1.0");
+	curl_easy_setopt(request->easy, CURLOPT_TIMEOUT_MS, 30000L);
+	curl_easy_setopt(request->easy, CURLOPT_CONNECTTIMEOUT_MS, 10000L);
 	curl_easy_setopt(request->easy, CURLOPT_PRIVATE, request);
 	curl_multi_add_handle(multi, request->easy);
 }

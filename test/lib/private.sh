@@ -70,6 +70,11 @@ enter() {
 	WORK=$(as_user mktemp -d "$base/idem.XXXXXX")
 	as_user mkdir "$WORK/src"
 	pack "$top" | as_user tar -C "$WORK/src" -xf - --no-same-owner
+	if [ -n "${IDEM_KAFKA:-}" ]; then # see test/kafka
+		as_user mkdir "$WORK/kafka.jars"
+		tar -C "$IDEM_KAFKA" -cf - . | as_user tar -C "$WORK/kafka.jars" -xf - --no-same-owner
+		IDEM_KAFKA=$WORK/kafka.jars
+	fi
 
 	# A known environment: no leftovers of make, libpq or the user's locale.
 	local name

@@ -1,6 +1,6 @@
 # Memory, descriptors and threads of the couriers and of the relay stay level,
-# however many messages have gone through: 1 million to RabbitMQ, 200,000 to
-# nginx.  This takes minutes: IDEM_SOAK=1 make check TIERS=tap TESTS=190_soak
+# however many messages have gone through: 1 million to RabbitMQ and to
+# Kafka, 200,000 to nginx.  This takes minutes: IDEM_SOAK=1 make check TIERS=tap TESTS=190_soak
 use strict;
 use warnings;
 use POSIX ();
@@ -11,6 +11,7 @@ use Time::HiRes qw(time usleep);
 use IdemCourier qw(free_port);
 use IdemRelay;
 use Idem;
+use Kafka;
 use RabbitMQ;
 
 plan skip_all => 'IDEM_SOAK is not set' unless $ENV{IDEM_SOAK};
@@ -111,6 +112,19 @@ SKIP:
 	sql("CREATE SERVER amqp FOREIGN DATA WRAPPER idem OPTIONS (url 'amqp://127.0.0.1:$broker->{port}')");
 	sql(q(SELECT idem.route_add('amqp.*', 'amqp', 'q')));
 	eval { soak('amqp', 1_000_000); 1 } or fail($@);
+	$broker->stop;
+}
+
+SKIP:
+{
+	my $why = Kafka::missing() // Kafka::missing_tools();
+	skip $why, 1 if $why;
+	my $broker = Kafka->new(dir => "$dir/kafka");
+	$broker->start;
+	$broker->create('q', 3, 'segment.bytes' => 20_000_000, 'retention.bytes' => 20_000_000);
+	sql("CREATE SERVER kafka FOREIGN DATA WRAPPER idem OPTIONS (url 'kafka://$broker->{servers}')");
+	sql(q(SELECT idem.route_add('kafka.*', 'kafka', 'q')));
+	eval { soak('kafka', 1_000_000); 1 } or fail($@);
 	$broker->stop;
 }
 
