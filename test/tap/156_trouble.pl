@@ -194,4 +194,16 @@ $end = time + 30;
 usleep(10_000) while (grep { -d "/proc/$_" } @couriers) && time < $end;
 is(join(' ', grep { -d "/proc/$_" } @couriers), '', 'no courier outlives the postmaster');
 
+# Figures of servers that went with their database leave their places.
+my $few = cluster('few', {}, 'max_worker_processes = 20', 'idem.max_servers = 1');
+for my $round (1 .. 3)
+{
+	$few->safe_psql('postgres', 'CREATE DATABASE other');
+	$few->safe_psql('other', q(CREATE EXTENSION idem; CREATE SERVER bin FOREIGN DATA WRAPPER idem OPTIONS (url 'discard://'); SELECT idem.route_add('x', 'bin')));
+	ok($few->poll_query_until('other', q(SELECT state = 'running' FROM idem.relay_status)), "round $round: the figures of a server are there");
+	$few->safe_psql('other', 'DROP EXTENSION idem CASCADE') if $round == 2;
+	$few->safe_psql('postgres', 'DROP DATABASE other');
+}
+$few->stop;
+
 done_testing();
