@@ -191,6 +191,19 @@ idem_backlog(int32 consumer)
 	return b;
 }
 
+/* A database is gone; called by the launcher. */
+void
+idem_backlog_forget_database(Oid database)
+{
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (int i = 0; i < shared->nplaces; i++)
+	{
+		if (shared->places[i].database == database)
+			shared->places[i].database = InvalidOid;
+	}
+	LWLockRelease(shared->lock);
+}
+
 /* A consumer is gone. */
 void
 idem_backlog_forget(int32 consumer)

@@ -45,6 +45,7 @@ extern bool idem_backlog_cautious(void);
 
 extern IdemBacklog *idem_backlog(int32 consumer);
 extern void idem_backlog_forget(int32 consumer);
+extern void idem_backlog_forget_database(Oid database);
 extern void idem_backlog_added(int32 consumer, IdemMarkKind kind, int64 at);
 extern void idem_backlog_unknown(void);
 

@@ -12,8 +12,8 @@
  * commit.  Until then they keep them away likewise: dropping locks one table
  * after the other, and must not meet a worker that does the same.
  *
- * COMMIT PREPARED wakes the relay: no callback of the transaction that has
- * enqueued runs then.
+ * COMMIT PREPARED wakes the relay, and who runs handlers: no callback of the
+ * transaction that has enqueued, or taken a message, runs then.
  *
  *-------------------------------------------------------------------------
  */
@@ -265,8 +265,9 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 		   QueryEnvironment *env, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
-	bool		commits_prepared = IsA(stmt, TransactionStmt) &&
-		((TransactionStmt *) stmt)->kind == TRANS_STMT_COMMIT_PREPARED;
+	bool		ends_prepared = IsA(stmt, TransactionStmt) &&
+		(((TransactionStmt *) stmt)->kind == TRANS_STMT_COMMIT_PREPARED ||
+		 ((TransactionStmt *) stmt)->kind == TRANS_STMT_ROLLBACK_PREPARED);
 
 	if (idem_workers != NULL && context != PROCESS_UTILITY_SUBCOMMAND)
 	{
@@ -287,7 +288,7 @@ on_utility(PlannedStmt *pstmt, const char *query, bool read_only_tree,
 	if (IsA(stmt, CreateExtensionStmt) &&
 		strcmp(((CreateExtensionStmt *) stmt)->extname, "idem") == 0)
 		extension_changed = true;
-	if (commits_prepared)
+	if (ends_prepared)
 	{
 		idem_wake_now();
 		idem_backlog_unknown();
@@ -343,6 +344,9 @@ on_xact_end(XactEvent event, void *arg pg_attribute_unused())
 	}
 	idem_process_wake(idem_workers->launcher);
 	LWLockRelease(idem_workers->lock);
+
+	/* Numbers begin anew, and rows may be restored behind our back. */
+	idem_backlog_unknown();
 }
 
 /* Install the hooks; called while the postmaster loads us. */

@@ -646,6 +646,7 @@ idem_consumer_drop(PG_FUNCTION_ARGS)
 				 errhint("Let them be processed, or give discard => true.")));
 	idem_statement_run(&delete, values, NULL);
 	idem_become_caller(&caller);
+	idem_backlog_forget(DatumGetInt32(values[0]));
 	idem_wake_orders();
 	PG_RETURN_VOID();
 }

@@ -198,6 +198,8 @@ call(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *endin
 	}
 	PopActiveSnapshot();
 	CommandCounterIncrement();
+	/* From here on, whoever asks for the message has it. */
+	idem_backlog_set_handled(&t->claim);
 
 	PushActiveSnapshot(GetTransactionSnapshot());
 	InitFunctionCallInfoData(*fcinfo, &flinfo, 1, InvalidOid, NULL, NULL);
@@ -246,7 +248,6 @@ run(const IdemDeclared *c, IdemTaken *t, Oid owner, Oid function, Ending *ending
 	if (!t->isnull[Anum_message_headers - 1])
 		trace = idem_payload_trace_of(idem_taken_text(t, Anum_message_headers));
 	idem_payload_trace = trace;
-	idem_backlog_set_handled(&t->claim);
 
 	BeginInternalSubTransaction(NULL);
 	MemoryContextSwitchTo(message_context);

@@ -337,6 +337,22 @@ idem_inbox_claim_key(const char *consumer, pg_uuid_t *key, bool wait,
 	return status;
 }
 
+/* Is this claimed already?  Waits for those who are at it. */
+bool
+idem_inbox_is_known(pg_uuid_t *key)
+{
+	IdemUnique	reg;
+	ScanKeyData scankey;
+	bool		known;
+
+	ScanKeyInit(&scankey, Anum_inbox_claim_key, BTEqualStrategyNumber,
+				F_UUID_EQ, UUIDPGetDatum(key));
+	open_register(&reg, true);
+	known = idem_unique_probe(&reg, &scankey, 1) != IDEM_FREE;
+	idem_unique_close(&reg);
+	return known;
+}
+
 /* inbox_try_claim(consumer text, msg_id text) returns boolean */
 Datum
 idem_inbox_try_claim(PG_FUNCTION_ARGS)

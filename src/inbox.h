@@ -31,4 +31,6 @@ extern void idem_inbox_business_key(const char *consumer, const text *id, pg_uui
 extern IdemClaimStatus idem_inbox_claim_key(const char *consumer, pg_uuid_t *key,
 											bool wait, const TimestampTz *sent_at);
 
+extern bool idem_inbox_is_known(pg_uuid_t *key);
+
 #endif							/* IDEM_INBOX_H */

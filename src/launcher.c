@@ -44,6 +44,7 @@
 #include "utils/timestamp.h"
 
 #include "clock.h"
+#include "backlog.h"
 #include "guc.h"
 #include "input.h"
 #include "launcher.h"
@@ -303,7 +304,10 @@ start_worker(int slot, IdemWorkerKind kind, Oid oid)
 		pfree(*handle);
 	*handle = NULL;
 	if (fitness == DATABASE_GONE)
+	{
 		idem_stat_forget(oid);
+		idem_backlog_forget_database(oid);
+	}
 
 	LWLockAcquire(idem_workers->lock, LW_EXCLUSIVE);
 	/* Meanwhile the slot may have become another one's. */

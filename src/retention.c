@@ -35,6 +35,7 @@
 #include "utils/snapmgr.h"
 #include "utils/syscache.h"
 
+#include "backlog.h"
 #include "catalog.h"
 #include "declared.h"
 #include "guc.h"
@@ -57,6 +58,9 @@
  */
 #define KEEP_LOCK			ShareLock
 #define KEEP_LOCK_RETRY_MS	100
+
+/* So often are marks forgotten, and work is looked for from the start. */
+#define LOOK_ANEW_MS		600000
 
 PG_FUNCTION_INFO_V1(idem_inbox_purge);
 PG_FUNCTION_INFO_V1(idem_key_purge);
@@ -401,8 +405,15 @@ tend_work(IdemDatabase *db)
 		.nargs = 1,
 		.types = {INT4OID}
 	};
+	static TimestampTz looked_at = 0;
 	Datum		values[1] = {Int32GetDatum(Min(idem_inbox_retention, 60))};
 
+	/* Rows that somebody has put there by hand are found in the end. */
+	if (TimestampDifferenceExceeds(looked_at, GetCurrentTimestamp(), LOOK_ANEW_MS))
+	{
+		looked_at = GetCurrentTimestamp();
+		idem_backlog_unknown();
+	}
 	if (!start_batch("tending what waits for consumers"))
 		return false;
 	idem_take_promote();

@@ -51,7 +51,7 @@
 #include "compat.h"
 #include "consumer.h"
 #include "guc.h"
-#include "payload.h"
+#include "inbox.h"
 #include "statement.h"
 #include "take.h"
 #include "unique.h"
@@ -68,7 +68,11 @@ typedef struct Cursor
 	int32		consumer;		/* must be first */
 	int64		resume;
 	uint32		generation;
+	int			looks;			/* since it looked from the mark on */
 } Cursor;
+
+/* So often does a session go on where it was before it moves the mark. */
+#define LOOKS_PER_MARK	64
 
 static HTAB *cursors = NULL;
 
@@ -86,6 +90,7 @@ cursor_of(int32 consumer)
 	{
 		cursor->resume = 0;
 		cursor->generation = 0;
+		cursor->looks = 0;
 	}
 	return cursor;
 }
@@ -218,8 +223,12 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	ListCell   *lc;
 
 	idem_backlog_look(&look, c->id, IDEM_MARK_SEQ);
-	from = c->ordered ? look.from :
-		idem_backlog_resume(&look, cursor->resume, &cursor->generation);
+	from = idem_backlog_resume(&look, cursor->resume, &cursor->generation);
+	if (c->ordered || ++cursor->looks >= LOOKS_PER_MARK)
+	{
+		from = look.from;
+		cursor->looks = 0;
+	}
 	PushActiveSnapshot(GetTransactionSnapshot());
 	snapshot = GetActiveSnapshot();
 	if (c->ordered)
@@ -646,23 +655,28 @@ idem_taken_park(const IdemDeclared *c, IdemTaken *t, const IdemWait *wait)
 {
 	static IdemStatement move = {
 		.sql = "WITH gone AS (DELETE FROM idem.inbox_message WHERE consumer = $1 AND seq = $2"
-		" RETURNING *) INSERT INTO idem.inbox_parked"
-		" SELECT gone.*, $3, $4, $5, $6, $7, $8, $9, $9, pg_catalog.clock_timestamp() FROM gone",
-		.nargs = 9,
+		" RETURNING *) INSERT INTO idem.inbox_parked (consumer, seq, claim, claimed, replayed,"
+		" stored_at, enqueued_at, msg_id, topic, key, content_type, headers, source, type, body,"
+		" state, attempts, due, token, not_yet_since, sqlstate, first_error, last_error)"
+		" SELECT consumer, seq, claim, claimed OR $10, replayed, stored_at, enqueued_at, msg_id,"
+		" topic, key, content_type, headers, source, type, body,"
+		" $3, $4, $5, $6, $7, $8, $9, $9 FROM gone",
+		.nargs = 10,
 		.types = {INT4OID, INT8OID, TEXTOID, INT4OID, TIMESTAMPTZOID, UUIDOID,
-		TIMESTAMPTZOID, TEXTOID, TEXTOID}
+		TIMESTAMPTZOID, TEXTOID, TEXTOID, BOOLOID}
 	};
 	static IdemStatement change = {
 		.sql = "UPDATE idem.inbox_parked SET state = $3, attempts = $4, due = $5, token = $6,"
 		" not_yet_since = $7, sqlstate = coalesce($8, sqlstate),"
-		" first_error = coalesce(first_error, $9), last_error = coalesce($9, last_error)"
+		" first_error = coalesce(first_error, $9), last_error = coalesce($9, last_error),"
+		" claimed = claimed OR $10"
 		" WHERE consumer = $1 AND seq = $2",
-		.nargs = 9,
+		.nargs = 10,
 		.types = {INT4OID, INT8OID, TEXTOID, INT4OID, TIMESTAMPTZOID, UUIDOID,
-		TIMESTAMPTZOID, TEXTOID, TEXTOID}
+		TIMESTAMPTZOID, TEXTOID, TEXTOID, BOOLOID}
 	};
-	Datum		values[9] = {0};
-	char		nulls[] = "         ";
+	Datum		values[10] = {0};
+	char		nulls[] = "          ";
 
 	values[0] = Int32GetDatum(c->id);
 	values[1] = Int64GetDatum(t->seq);
@@ -681,6 +695,7 @@ idem_taken_park(const IdemDeclared *c, IdemTaken *t, const IdemWait *wait)
 	if (wait->error != NULL)
 		values[8] = PointerGetDatum(cstring_to_text_with_len(wait->error,
 															 pg_mbcliplen(wait->error, strlen(wait->error), MAX_ERROR)));
+	values[9] = BoolGetDatum(t->claimed);
 	SPI_connect();
 	idem_statement_run(t->parked ? &change : &move, values, nulls);
 	SPI_finish();
@@ -713,6 +728,10 @@ idem_taken_bury(const IdemDeclared *c, IdemTaken *t, const char *sqlstate,
 	Anum_message_content_type, Anum_message_headers};
 	Datum		values[18];
 	char		nulls[] = "                  ";
+
+	/* A dead letter keeps its claim: nobody else processes the message. */
+	if (!t->claimed && !t->replayed)
+		t->claimed = idem_inbox_claim_key(c->name, &t->claim, false, NULL) == IDEM_CLAIM_CLAIMED;
 
 	values[0] = CStringGetTextDatum(c->name);
 	for (int i = 0; i < (int) lengthof(texts); i++)

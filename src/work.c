@@ -66,18 +66,32 @@ check_may_work(const char *what)
 }
 
 /*
- * One that was not claimed when it came is claimed by processing it.  If
- * somebody else has claimed it meanwhile, there is nothing to do.
+ * A message from the outbox is claimed by processing it.  If somebody else has
+ * claimed its id meanwhile, there is nothing to do: false.
+ *
+ * The claim is made at the end, since a transaction may commit without having
+ * said what came of the message.
  */
 static bool
-claim_now(const IdemDeclared *c, IdemTaken *t)
+is_to_be_done(const IdemDeclared *c, IdemTaken *t)
 {
-	if (t->claimed || t->replayed)
-		return true;
-	if (idem_inbox_claim_key(c->name, &t->claim, true, NULL) == IDEM_CLAIM_CLAIMED)
+	if (t->claimed || t->replayed || !idem_inbox_is_known(&t->claim))
 		return true;
 	idem_taken_done(c, t);
 	return false;
+}
+
+static void
+claim_now(const IdemDeclared *c, IdemTaken *t)
+{
+	if (t->claimed || t->replayed)
+		return;
+	if (idem_inbox_claim_key(c->name, &t->claim, true, NULL) != IDEM_CLAIM_CLAIMED)
+		ereport(ERROR,
+				(errcode(ERRCODE_T_R_SERIALIZATION_FAILURE),
+				 errmsg("message \"%s\" of consumer \"%s\" was claimed by somebody else meanwhile",
+						idem_taken_text(t, Anum_message_msg_id), c->name)));
+	t->claimed = true;
 }
 
 static void
@@ -138,11 +152,12 @@ idem_inbox_next(PG_FUNCTION_ARGS)
 		HeapTupleHeader row;
 		HeapTupleData tuple;
 
-		if (!claim_now(c, t))
+		if (!is_to_be_done(c, t))
 			continue;
 		message = idem_taken_message(c, t, NULL);
 		if (lease)
 		{
+			claim_now(c, t);
 			lease_out(c, t, PG_GETARG_INTERVAL_P(2), &token);
 			message = idem_taken_message(c, t, &token);
 		}
@@ -246,6 +261,7 @@ idem_inbox_done(PG_FUNCTION_ARGS)
 
 	check_may_work("inbox_done()");
 	t = taken_arg(fcinfo, &c);
+	claim_now(c, t);
 	if (!PG_ARGISNULL(3))
 		idem_work_outcome(c, t, PG_GETARG_DATUM(3));
 	idem_taken_done(c, t);
@@ -284,6 +300,7 @@ idem_inbox_reject(PG_FUNCTION_ARGS)
 
 	check_may_work("inbox_reject()");
 	t = taken_arg(fcinfo, &c);
+	claim_now(c, t);
 	t->attempts++;
 	idem_taken_bury(c, t, NULL, PG_ARGISNULL(3) ? NULL : text_to_cstring(PG_GETARG_TEXT_PP(3)));
 	count(c->name, IDEM_STAT_DEAD);
