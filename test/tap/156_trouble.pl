@@ -25,6 +25,22 @@ $node->start;
 is(sql("SELECT msg_id FROM idem.outbox WHERE msg_id = '$id'"), $id, 'what was sent had been on disk before');
 await_sql('it is settled', "SELECT state FROM idem.outbox_status('$id')", 'delivered');
 
+# Nor is there much that a crash makes the relay forget, while it works off a
+# backlog and nobody else flushes anything.
+server('crash', q(ADD window_messages '200'));
+sql(q(SELECT idem.relay_pause('crash')));
+sql(q(SELECT count(idem.outbox_enqueue('crash', to_json(i))) FROM generate_series(1, 20000) i));
+sql(q(SELECT idem.relay_resume('crash')));
+$end = time + 60;
+usleep(1_000) until @{ [ lines('crash') ] } > 8000 || time > $end;
+$node->stop('immediate');
+my $there = @{ [ lines('crash') ] };
+$node->start;
+await('all arrive after a crash', sub { my %seen = map { $_ => 1 } bodies('crash'); 20000 == keys %seen });
+diag("$there had been sent, " . (@{ [ lines('crash') ] } - 20000) . ' of them again');
+cmp_ok(@{ [ lines('crash') ] } - 20000, '<', 1500, 'few are sent again');
+cmp_ok($there, '<', 20000, 'it crashed in between');
+
 # One that is never answered is not all that is tried.
 server('mute');
 enqueue('mute', '"unknown"', 'a');
