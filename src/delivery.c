@@ -847,6 +847,7 @@ settle(IdemDelivery *d, DeliveryEntry *e, IdemFrame *frame, TimestampTz now)
 		case IDEM_DELIVERED:
 			e->state = ENTRY_DONE;
 			d->has_delivered = true;
+			d->unflushed++;
 			d->failures = 0;
 			d->backoff_ms = 0;
 			d->probing = false;

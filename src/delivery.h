@@ -45,6 +45,7 @@ typedef struct IdemDelivery
 	int			backoff_ms;
 	bool		probing;		/* one at a time until one gets through */
 	int			failures;		/* in a row without a delivery between */
+	int			unflushed;		/* delivered, but a crash might not know */
 	bool		has_delivered;	/* anything, since the relay was started */
 	bool		alone;			/* what is sent is suspected of killing couriers */
 	char		logged[256];	/* the trouble that the log knows of */

@@ -157,10 +157,11 @@ tick_zero(void)
 static IdemTick *
 tick_from_row(HeapTuple row, TupleDesc desc, MemoryContext context)
 {
+	/* in the context of SPI, which goes */
+	char	   *snapshot = SPI_getvalue(row, desc, 2);
 	MemoryContext old = MemoryContextSwitchTo(context);
 	IdemTick   *tick = palloc0(sizeof(IdemTick));
 	bool		isnull;
-	char	   *snapshot = SPI_getvalue(row, desc, 2);
 
 	tick->id = DatumGetInt64(SPI_getbinval(row, desc, 1, &isnull));
 	tick->all = snapshot == NULL;

@@ -546,6 +546,29 @@ name_is_ours(IdemDelivery *d)
 	return false;
 }
 
+/*
+ * Positions are committed asynchronously.  Should the server crash, no more
+ * than a window is to be sent again for want of them.
+ */
+static void
+flush_positions(void)
+{
+	bool		due = false;
+	ListCell   *lc;
+
+	foreach(lc, deliveries)
+	{
+		IdemDelivery *d = lfirst(lc);
+
+		due |= d->unflushed >= (d->server->window_messages + 1) / 2;
+	}
+	if (!due)
+		return;
+	XLogFlush(XactLastCommitEnd);
+	foreach(lc, deliveries)
+		((IdemDelivery *) lfirst(lc))->unflushed = 0;
+}
+
 /* Write down all positions; false if that did not work. */
 static bool
 record(void)
@@ -573,6 +596,7 @@ record(void)
 		}
 		IDEM_FAULT("relay-recording");
 		commit();
+		flush_positions();
 	}
 	PG_CATCH();
 	{

@@ -14,9 +14,11 @@
 #include "storage/shmem.h"
 #include "utils/builtins.h"
 #include "utils/memutils.h"
+#include "utils/syscache.h"
 
 #include "guc.h"
 #include "relay_stat.h"
+#include "server.h"
 
 typedef struct RelayStatShared
 {
@@ -70,15 +72,9 @@ idem_relay_stat_startup(void)
 	LWLockRelease(AddinShmemInitLock);
 }
 
-/*
- * idem_relay_stat_attach
- *		The place for the figures of a server of this database.
- *
- * They survive a restart of the relay.  If all places are taken, they are
- * kept for the relay alone and nobody sees them.
- */
-IdemServerStat *
-idem_relay_stat_attach(const char *server)
+/* Find the place of a server, or take a free one; NULL if there is none. */
+static IdemServerStat *
+take_place(const char *server)
 {
 	IdemServerStat *stat = NULL;
 
@@ -102,7 +98,59 @@ idem_relay_stat_attach(const char *server)
 		strlcpy(stat->server, server, NAMEDATALEN);
 	}
 	LWLockRelease(shared->lock);
+	return stat;
+}
 
+/*
+ * Give back the places of servers that went together with their database or
+ * with the extension: no relay was there any more to do so.
+ */
+static void
+free_orphans(void)
+{
+	for (int i = 0; i < shared->nentries; i++)
+	{
+		IdemServerStat *e = &shared->entries[i];
+		Oid			database;
+		char		server[NAMEDATALEN];
+		bool		gone;
+
+		LWLockAcquire(shared->lock, LW_SHARED);
+		database = e->database;
+		strlcpy(server, e->server, NAMEDATALEN);
+		LWLockRelease(shared->lock);
+
+		if (database == MyDatabaseId)
+			gone = !OidIsValid(idem_server_oid(server));
+		else
+			gone = OidIsValid(database) &&
+				!SearchSysCacheExists1(DATABASEOID, ObjectIdGetDatum(database));
+		if (!gone)
+			continue;
+		LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+		if (e->database == database && strcmp(e->server, server) == 0)
+			e->database = InvalidOid;
+		LWLockRelease(shared->lock);
+	}
+}
+
+/*
+ * idem_relay_stat_attach
+ *		The place for the figures of a server of this database.
+ *
+ * They survive a restart of the relay.  If all places are taken, they are
+ * kept for the relay alone and nobody sees them.  Caller provides a transaction.
+ */
+IdemServerStat *
+idem_relay_stat_attach(const char *server)
+{
+	IdemServerStat *stat = take_place(server);
+
+	if (stat == NULL)
+	{
+		free_orphans();
+		stat = take_place(server);
+	}
 	if (stat == NULL)
 	{
 		ereport(WARNING,

@@ -36,11 +36,12 @@ CREATE VIEW idem.stuck AS
 		   pg_catalog.format('SELECT idem.route_drop(%s, discard => true);', r.id)
 	FROM idem.routes r WHERE r.state = 'no server'
 	UNION ALL
-	SELECT 'unrouted', t.topic, NULL, t.since, NULL, t.enqueued || ' messages of a topic that no route takes',
+	SELECT 'unrouted', t.topic, NULL, t.since, NULL, t.enqueued || ' messages of a topic that no route and no consumer takes',
 		   pg_catalog.format('SELECT idem.route_add(%L, ''...'', start_from => ''oldest'');', t.topic)
 	FROM idem.stat_outbox t
 	WHERE t.enqueued > 0 AND t.topic <> '(other)'
 	  AND NOT EXISTS (SELECT FROM idem.route r WHERE r.last_seq IS NULL AND idem.route_matches(r.pattern, t.topic))
+	  AND NOT EXISTS (SELECT FROM idem.consumer c, pg_catalog.unnest(c.topics) p WHERE idem.route_matches(p, t.topic))
 	UNION ALL
 	SELECT CASE p.state WHEN 'held' THEN 'unknown' ELSE 'parked' END, p.server, p.key, p.parked_at, p.attempts, p.last_error,
 		   CASE p.state WHEN 'held'

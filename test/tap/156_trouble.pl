@@ -25,6 +25,22 @@ $node->start;
 is(sql("SELECT msg_id FROM idem.outbox WHERE msg_id = '$id'"), $id, 'what was sent had been on disk before');
 await_sql('it is settled', "SELECT state FROM idem.outbox_status('$id')", 'delivered');
 
+# Nor is there much that a crash makes the relay forget, while it works off a
+# backlog and nobody else flushes anything.
+server('crash', q(ADD window_messages '200'));
+sql(q(SELECT idem.relay_pause('crash')));
+sql(q(SELECT count(idem.outbox_enqueue('crash', to_json(i))) FROM generate_series(1, 20000) i));
+sql(q(SELECT idem.relay_resume('crash')));
+$end = time + 60;
+usleep(1_000) until @{ [ lines('crash') ] } > 8000 || time > $end;
+$node->stop('immediate');
+my $there = @{ [ lines('crash') ] };
+$node->start;
+await('all arrive after a crash', sub { my %seen = map { $_ => 1 } bodies('crash'); 20000 == keys %seen });
+diag("$there had been sent, " . (@{ [ lines('crash') ] } - 20000) . ' of them again');
+cmp_ok(@{ [ lines('crash') ] } - 20000, '<', 1500, 'few are sent again');
+cmp_ok($there, '<', 20000, 'it crashed in between');
+
 # One that is never answered is not all that is tried.
 server('mute');
 enqueue('mute', '"unknown"', 'a');
@@ -126,7 +142,7 @@ is(sql('SELECT pg_postmaster_start_time()'), $started, 'the server did not notic
 
 # A topic that nobody takes.
 enqueue('nobody.listens', '1') for 1 .. 2;
-is(sql(q(SELECT name, reason FROM idem.stuck WHERE what = 'unrouted')), 'nobody.listens|2 messages of a topic that no route takes', 'unrouted messages are counted and shown');
+is(sql(q(SELECT name, reason FROM idem.stuck WHERE what = 'unrouted')), 'nobody.listens|2 messages of a topic that no route and no consumer takes', 'unrouted messages are counted and shown');
 
 # Eight sessions write while a dump holds locks and segments are to be emptied.
 sql(q(ALTER SERVER busy OPTIONS (ADD batch_messages '10')));
@@ -139,6 +155,14 @@ $node->pgbench('-n -T 7 -c 8 -j 2', 0, [qr{processed}], [qr{^$}], 'no enqueue wa
 $dump->query_safe('COMMIT');
 leave($dump);
 await_sql('all is sent', q(SELECT unsent_at_most FROM idem.relay_status WHERE server = 'busy'), '0');
+
+# That took hundreds of rounds, which leave nothing in memory.
+my $here = -s $node->logfile;
+my @used;
+sql(q(SELECT pg_log_backend_memory_contexts(pid) FROM idem.relay_worker()));
+await('contexts are logged', sub { @used = slurp_file($node->logfile, $here) =~ /idem reader: [^\n]* (\d+) used/g; return @used && slurp_file($node->logfile, $here) =~ /Grand total/ });
+cmp_ok((sort { $b <=> $a } @used)[0], '<', 8192, 'a reader takes no more than it needs') or diag("@used");
+cmp_ok(sql('SELECT max(id) FROM idem.outbox_tick'), '>', 50, 'after many rounds');
 
 # A server without routes that is paused still knows where it was.
 server('idle');
@@ -185,5 +209,17 @@ crash($node, orphans => 1);
 $end = time + 30;
 usleep(10_000) while (grep { -d "/proc/$_" } @couriers) && time < $end;
 is(join(' ', grep { -d "/proc/$_" } @couriers), '', 'no courier outlives the postmaster');
+
+# Figures of servers that went with their database leave their places.
+my $few = cluster('few', {}, 'max_worker_processes = 20', 'idem.max_servers = 1');
+for my $round (1 .. 3)
+{
+	$few->safe_psql('postgres', 'CREATE DATABASE other');
+	$few->safe_psql('other', q(CREATE EXTENSION idem; CREATE SERVER bin FOREIGN DATA WRAPPER idem OPTIONS (url 'discard://'); SELECT idem.route_add('x', 'bin')));
+	ok($few->poll_query_until('other', q(SELECT state = 'running' FROM idem.relay_status)), "round $round: the figures of a server are there");
+	$few->safe_psql('other', 'DROP EXTENSION idem CASCADE') if $round == 2;
+	$few->safe_psql('postgres', 'DROP DATABASE other');
+}
+$few->stop;
 
 done_testing();

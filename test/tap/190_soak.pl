@@ -32,7 +32,8 @@ sub figures
 	# what is shared is PostgreSQL's buffers
 	my ($shared) = $status =~ /^RssShmem:\s+(\d+)/m;
 	my ($threads) = $status =~ /^Threads:\s+(\d+)/m;
-	my @fds = glob "/proc/$pid/fd/*";
+	# files of tables are the server's cache of them
+	my @fds = grep { (readlink($_) // '') !~ m{/(?:base|global|pg_\w+)/} } glob "/proc/$pid/fd/*";
 	return ($rss - ($shared // 0), scalar @fds, $threads);
 }
 
