@@ -403,6 +403,7 @@ take_tick(void)
 												  ALLOCSET_DEFAULT_SIZES);
 	IdemTick   *volatile tick = NULL;
 	int64		id = newest != NULL ? newest->id + 1 : 1;
+	TimestampTz start = GetCurrentTimestamp();
 
 	PG_TRY();
 	{
@@ -428,7 +429,7 @@ take_tick(void)
 	tick_context = context;
 	newest = tick;
 	newest_lsn = XactLastCommitEnd;
-	ticked_at = GetCurrentTimestamp();
+	ticked_at = start;			/* a slow flush is pause enough */
 	return true;
 }
 
