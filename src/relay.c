@@ -424,6 +424,7 @@ take_tick(void)
 												  ALLOCSET_DEFAULT_SIZES);
 	IdemTick   *volatile tick = NULL;
 	int64		id = newest != NULL ? newest->id + 1 : 1;
+	TimestampTz start = idem_clock();
 
 	PG_TRY();
 	{
@@ -449,7 +450,7 @@ take_tick(void)
 	tick_context = context;
 	newest = tick;
 	newest_lsn = XactLastCommitEnd;
-	ticked_at = idem_clock();
+	ticked_at = start;			/* a slow flush is pause enough */
 	return true;
 }
 

@@ -241,42 +241,63 @@ idem_index_open(Relation heap, AttrNumber first, AttrNumber second)
 			 errhint("Create it anew, as in another database that has the extension.")));
 }
 
-/* Enter a new row into some indexes, whatever their kind. */
+/* Enter rows into an index, whatever its kind. */
+static void
+insert_into_index(Relation heap, Relation index, TupleTableSlot **slots, int n)
+{
+	IndexInfo  *info = BuildIndexInfo(index);
+	EState	   *estate = NULL;
+	ExprContext *econtext = NULL;
+	ExprState  *predicate = NULL;
+	Datum		values[INDEX_MAX_KEYS];
+	bool		isnull[INDEX_MAX_KEYS];
+
+	/* Ours are of plain columns, and need none of this. */
+	if (info->ii_Predicate != NIL || info->ii_Expressions != NIL)
+	{
+		estate = CreateExecutorState();
+		econtext = GetPerTupleExprContext(estate);
+		predicate = ExecPrepareQual(info->ii_Predicate, estate);
+	}
+	for (int i = 0; info->ii_ReadyForInserts && i < n; i++)
+	{
+		if (econtext != NULL)
+		{
+			ResetExprContext(econtext);
+			econtext->ecxt_scantuple = slots[i];
+			if (!ExecQual(predicate, econtext))
+				continue;
+		}
+		FormIndexDatum(info, slots[i], estate, values, isnull);
+		index_insert(index, values, isnull, &slots[i]->tts_tid, heap,
+					 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
+					 false, info);
+	}
+	idem_index_insert_cleanup(index, info);
+	if (estate != NULL)
+		FreeExecutorState(estate);
+	pfree(info);
+}
+
+/* Enter a new row into some indexes. */
 static void
 insert_index_entries(Relation heap, List *indexes, HeapTuple tup)
 {
 	TupleTableSlot *slot = MakeSingleTupleTableSlot(RelationGetDescr(heap),
 													&TTSOpsHeapTuple);
-	EState	   *estate = CreateExecutorState();
 	ListCell   *lc;
 
 	ExecStoreHeapTuple(tup, slot, false);
 	slot->tts_tid = tup->t_self;
 	slot->tts_tableOid = RelationGetRelid(heap);
-	GetPerTupleExprContext(estate)->ecxt_scantuple = slot;
-
 	foreach(lc, indexes)
 	{
 		Relation	index = index_open(lfirst_oid(lc), RowExclusiveLock);
-		IndexInfo  *info = BuildIndexInfo(index);
-		Datum		values[INDEX_MAX_KEYS];
-		bool		isnull[INDEX_MAX_KEYS];
 
-		if (info->ii_ReadyForInserts &&
-			ExecQual(ExecPrepareQual(info->ii_Predicate, estate),
-					 GetPerTupleExprContext(estate)))
-		{
-			FormIndexDatum(info, slot, estate, values, isnull);
-			index_insert(index, values, isnull, &tup->t_self, heap,
-						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
-						 false, info);
-			idem_index_insert_cleanup(index, info);
-		}
+		insert_into_index(heap, index, &slot, 1);
 		index_close(index, NoLock);
 	}
-
 	ExecDropSingleTupleTableSlot(slot);
-	FreeExecutorState(estate);
 }
 
 /*
@@ -288,12 +309,15 @@ idem_insert_rows(Relation heap, HeapTuple *rows, int n)
 {
 	List	   *indexes = RelationGetIndexList(heap);
 	TupleTableSlot **slots = palloc(n * sizeof(TupleTableSlot *));
-	EState	   *estate = CreateExecutorState();
+	TupleDesc	desc = RelationGetDescr(heap);
 	ListCell   *lc;
 
+	/* Nobody counts the references to a copy, which costs more than that. */
+	if (n > 1)
+		desc = CreateTupleDescCopy(desc);
 	for (int i = 0; i < n; i++)
 	{
-		slots[i] = MakeSingleTupleTableSlot(RelationGetDescr(heap), &TTSOpsHeapTuple);
+		slots[i] = MakeSingleTupleTableSlot(desc, &TTSOpsHeapTuple);
 		ExecStoreHeapTuple(rows[i], slots[i], false);
 		slots[i]->tts_tableOid = RelationGetRelid(heap);
 	}
@@ -308,29 +332,15 @@ idem_insert_rows(Relation heap, HeapTuple *rows, int n)
 	foreach(lc, indexes)
 	{
 		Relation	index = index_open(lfirst_oid(lc), RowExclusiveLock);
-		IndexInfo  *info = BuildIndexInfo(index);
-		ExprState  *predicate = ExecPrepareQual(info->ii_Predicate, estate);
-		Datum		values[INDEX_MAX_KEYS];
-		bool		isnull[INDEX_MAX_KEYS];
 
-		for (int i = 0; info->ii_ReadyForInserts && i < n; i++)
-		{
-			GetPerTupleExprContext(estate)->ecxt_scantuple = slots[i];
-			if (!ExecQual(predicate, GetPerTupleExprContext(estate)))
-				continue;
-			FormIndexDatum(info, slots[i], estate, values, isnull);
-			index_insert(index, values, isnull, &slots[i]->tts_tid, heap,
-						 info->ii_Unique ? UNIQUE_CHECK_YES : UNIQUE_CHECK_NO,
-						 false, info);
-			ResetPerTupleExprContext(estate);
-		}
-		idem_index_insert_cleanup(index, info);
+		insert_into_index(heap, index, slots, n);
 		index_close(index, NoLock);
 	}
 
 	for (int i = 0; i < n; i++)
 		ExecDropSingleTupleTableSlot(slots[i]);
-	FreeExecutorState(estate);
+	if (n > 1)
+		FreeTupleDesc(desc);
 	pfree(slots);
 	list_free(indexes);
 }

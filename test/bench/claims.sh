@@ -148,16 +148,20 @@ part_claims_throughput() {
 
 # claims_repetition WORKLOAD COMMIT NUMBER
 claims_repetition() {
-	local c turn turns=$(((BENCH_SECONDS + 1) / 2)) order reversed lost
-	local -A tps=() count=()
+	local c turn turns=$(((BENCH_SECONDS + 1) / 2)) order reversed lost before idle
+	local -A tps=() count=() flushes=() idles=()
 	order=$(contestants "$1")
 	reversed=$(printf '%s\n' $order | tac)
 	fill uuid $ROWS $order
 	for ((turn = 0; turn < turns; turn++)); do
 		for c in $(if [ $((($3 + turn) % 2)) -eq 0 ]; then echo "$reversed"; else echo "$order"; fi); do
+			before=$(wal_flushes)
+			idle=$(cpu_idle)
 			PGOPTIONS="-c synchronous_commit=$2" bench_run "$1" "$c" -c $CLIENTS -j 2 -T 2
-			tps[$c]="${tps[$c]:-0} + $(sed -n 's/^tps = \([0-9.]*\) .*/\1/p' "$WORK/pgbench")"
-			count[$c]=$((${count[$c]:-0} + $(sed -n 's/^number of transactions actually processed: \([0-9]*\).*/\1/p' "$WORK/pgbench")))
+			idles[$c]=$((${idles[$c]:-0} + $(cpu_idle) - idle))
+			flushes[$c]=$((${flushes[$c]:-0} + $(wal_flushes) - before))
+			tps[$c]="${tps[$c]:-0} + $(bench_tps)"
+			count[$c]=$((${count[$c]:-0} + $(bench_count)))
 		done
 	done
 	for c in $order; do
@@ -165,6 +169,19 @@ claims_repetition() {
 		lost=$((ROWS + ${count[$c]} * $(fresh "$1") - $(sql -c "SELECT count(*) FROM $(table_of "$c")")))
 		if [ $lost -lt 0 ] || [ $lost -gt 20 ]; then die "$1, $c: $lost of ${count[$c]} claims lost"; fi
 		measured claims_throughput "$1-$2" "$c" "$(awk "BEGIN { print (${tps[$c]}) / $turns * $(claims "$1") }")"
+		measured claims_flushes "$1-$2" "$c" "$(awk "BEGIN { print ${flushes[$c]} / (${count[$c]} * $(fresh "$1")) }")"
+		measured claims_idle "$1-$2" "$c" "$(awk "BEGIN { print ${idles[$c]} / ($turns * 2 * $(nproc) * $(getconf CLK_TCK)) }")"
 	done
 }
 
+# wal_flushes: how often WAL was flushed
+wal_flushes() {
+	if [ "$(sql -c "SHOW server_version_num")" -ge 180000 ]; then
+		sql -c "SELECT sum(fsyncs) FROM pg_stat_io WHERE object = 'wal'"
+	else
+		sql -c "SELECT wal_sync FROM pg_stat_wal"
+	fi
+}
+
+# cpu_idle: how long the processors had nothing to do, in ticks
+cpu_idle() { awk '/^cpu / { print $5 + $6 }' /proc/stat; }
