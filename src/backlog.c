@@ -360,6 +360,22 @@ fold(IdemBacklog *b, IdemMarkKind kind)
 	mark->incoming = PG_INT64_MAX;
 }
 
+/* What this transaction has added itself, nobody else knows of yet. */
+static int64
+own_lowest(int32 consumer, IdemMarkKind kind)
+{
+	slist_iter	iter;
+
+	slist_foreach(iter, &additions)
+	{
+		Addition   *a = slist_container(Addition, node, iter.cur);
+
+		if (a->consumer == consumer && a->kind == kind)
+			return a->at;
+	}
+	return PG_INT64_MAX;
+}
+
 /*
  * idem_backlog_look
  *		Begin to look; the caller takes its snapshot after this.
@@ -380,6 +396,7 @@ idem_backlog_look(IdemLook *look, int32 consumer, IdemMarkKind kind)
 	look->from = b->marks[kind].low;
 	look->folds = b->folds[kind];
 	SpinLockRelease(&b->mutex);
+	look->from = Min(look->from, own_lowest(consumer, kind));
 }
 
 /*
@@ -457,6 +474,8 @@ idem_backlog_resume(IdemLook *look, int64 resume, uint32 *generation)
 	same = *generation == b->generation;
 	*generation = b->generation;
 	SpinLockRelease(&b->mutex);
+	/* nor may we have added something there ourselves */
+	resume = Min(resume, own_lowest(look->consumer, IDEM_MARK_SEQ));
 	return same ? Max(resume, look->from) : look->from;
 }
 
