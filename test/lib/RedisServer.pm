@@ -98,7 +98,14 @@ sub entries
 }
 
 sub place { return }
-sub short { return ", maxlen '1000'" }
+# For many messages; nothing is killed there.
+sub short
+{
+	my ($self) = @_;
+	$self->cli(qw(CONFIG SET appendfsync no));
+	return ", maxlen '1000'";
+}
+
 sub empty { my ($self, $name) = @_; $self->cli('DEL', $name); return }
 
 sub take
