@@ -4,11 +4,13 @@
 #   idem       idem.inbox_store(), and a handler in PL/pgSQL
 #   graphile   graphile_worker.add_jobs(), and processes of graphile-worker, each
 #              of which does 10 jobs at a time by calling a function in PL/pgSQL
+#   batches    the same, but they fetch 500 jobs at once, and complete them together
 #
 # What either does for a message is to insert a row.  Nobody but those who store
 # waits for the disk.
 
-GRAPHILE_JOBS=10   # at a time, of each of its processes
+GRAPHILE_JOBS=10    # at a time, of each of its processes
+GRAPHILE_BATCH=500
 
 # install_graphile: into a cache folder; what is in there goes on as file 5
 install_graphile() {
@@ -26,7 +28,7 @@ install_graphile() {
 
 # work_contestants: graphile-worker takes part if it could be installed
 work_contestants() {
-	if [ -d "$WORK/npm/node_modules/graphile-worker" ]; then echo idem graphile; else echo idem; fi
+	if [ -d "$WORK/npm/node_modules/graphile-worker" ]; then echo idem graphile batches; else echo idem; fi
 }
 
 work_cluster() {
@@ -91,18 +93,26 @@ prepare_graphile() {
 				SELECT ('bench', json_build_object('n', nextval('numbers')), NULL, NULL, NULL, NULL, NULL, NULL)::graphile_worker.job_spec
 				FROM generate_series(1, many)))
 		$$;
+		CREATE FUNCTION store_batches(many integer) RETURNS bigint LANGUAGE sql VOLATILE RETURN store_graphile(many);
 	SQL
 }
 
 work_start_idem() { handlers "$1"; }
 work_stop_idem() { :; }
 
-work_start_graphile() {
+work_start_graphile() { graphile_start "$1" 1; }
+work_stop_graphile() { graphile_stop; }
+work_start_batches() { graphile_start "$1" $GRAPHILE_BATCH; }
+work_stop_batches() { graphile_stop; }
+
+# graphile_start PROCESSES BATCH
+graphile_start() {
 	local i deadline=$((SECONDS + 60))
 	graphile_pids=()
 	for ((i = 1; i <= $1; i++)); do
+		: >"$WORK/graphile.$i.log"
 		NODE_PATH=$WORK/npm/node_modules PGOPTIONS="-c synchronous_commit=off" \
-			node "$SRC/test/bench/graphile.js" $GRAPHILE_JOBS >"$WORK/graphile.$i.log" 2>&1 </dev/null &
+			node "$SRC/test/bench/graphile.js" $GRAPHILE_JOBS "$2" >"$WORK/graphile.$i.log" 2>&1 </dev/null &
 		graphile_pids+=($!)
 		until grep -q running "$WORK/graphile.$i.log"; do
 			if [ $SECONDS -gt $deadline ] || ! kill -0 $! 2>/dev/null; then
@@ -114,7 +124,7 @@ work_start_graphile() {
 	done
 }
 
-work_stop_graphile() {
+graphile_stop() {
 	kill "${graphile_pids[@]}"
 	wait "${graphile_pids[@]}" || true
 }
