@@ -54,7 +54,7 @@ handlers() {
 # Storing and processing at the same time.
 #
 part_work_throughput() {
-	local pair c list workers n
+	local pair c list workers n rate
 	local -A fast=()
 	mkdir -p "$WORK/npm"
 	if [ -e /dev/fd/5 ]; then tar -C "$WORK/npm" -xf - <&5; fi
@@ -74,7 +74,8 @@ part_work_throughput() {
 				work_warm_up "$c"
 				n=${fast[$c$workers]:=$(awk "BEGIN { print int($rate * $BENCH_SECONDS) }")}
 				sql -c CHECKPOINT
-				measured work_throughput $workers "$c" "$(sql -c "CALL stored_and_processed('$c', $n, NULL)")"
+				rate=$(sql -c "CALL stored_and_processed('$c', $n, NULL)")
+				measured work_throughput $workers "$c" "$rate"
 				"work_stop_$c"
 			done
 		done
@@ -146,24 +147,39 @@ part_work_latency() {
 }
 
 #
-# A snapshot that somebody holds while messages are processed as fast as that
-# goes: how fast it goes before it, and at its end.
+# A snapshot that somebody holds, while messages are stored and processed one by
+# one.  What can be drained is measured with a backlog, before it and at its end.
 #
+WORK_BACKLOG=50000
+WORK_RATE=1000
+
 part_work_snapshot() {
-	local window=$((BENCH_HOLD < 20 ? BENCH_HOLD : 20)) load holder
+	local load holder
 	work_cluster work_snapshot
 	sql -c "ALTER SYSTEM SET autovacuum = on" -c "ALTER SYSTEM SET autovacuum_naptime = '5s'" \
 		-c "SELECT pg_reload_conf()" >/dev/null
-	sql -c "CALL keep_stored($((BENCH_HOLD + window + 20)))" &
+	# While 'bench' has no handler, this one keeps the processes there.
+	sql -c "SELECT idem.consumer_create('other', handler => 'handle')" >/dev/null
+	mkdir -p "$scripts"
+	echo "SELECT store_idem(1);" >"$scripts/store.idem"
+	PGOPTIONS="-c synchronous_commit=off" pgbench -n -M prepared -f "$scripts/store.idem" \
+		-c 4 -j 1 -R $WORK_RATE -T 100000 >"$WORK/load.log" 2>&1 &
 	load=$!
-	sleep $((window + 5))
-	measured work_held drain before "$(sql -c "SELECT processed_within($window)")"
+	sleep 5
+	work_drains before
 	psql -XqAt -c "BEGIN ISOLATION LEVEL REPEATABLE READ" -c "SELECT 1" -c "SELECT pg_sleep(100000)" >/dev/null 2>&1 &
 	holder=$!
-	sleep "$BENCH_HOLD"
-	measured work_held drain idem "$(sql -c "SELECT processed_within($window)")"
-	kill $holder
-	wait $holder || true
-	wait $load
+	sleep $((BENCH_HOLD > 20 ? BENCH_HOLD - 20 : BENCH_HOLD))
+	work_drains idem
+	kill $holder $load
+	wait $holder $load || true
 	cluster_stop work_snapshot
+}
+
+work_drains() {
+	local i rate
+	for ((i = 1; i <= 5; i++)); do
+		rate=$(sql -c "CALL backlog_drained($WORK_BACKLOG, NULL)")
+		measured work_held drain "$1" "$rate"
+	done
 }
