@@ -981,6 +981,7 @@ on_exit_hang_up(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 		if (d->link != NULL)
 			idem_link_close(d->link);
 		d->link = NULL;
+		d->stat->courier = 0;
 	}
 }
 

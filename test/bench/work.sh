@@ -4,11 +4,13 @@
 #   idem       idem.inbox_store(), and a handler in PL/pgSQL
 #   graphile   graphile_worker.add_jobs(), and processes of graphile-worker, each
 #              of which does 10 jobs at a time by calling a function in PL/pgSQL
+#   batches    the same, but they fetch 500 jobs at once, and complete them together
 #
 # What either does for a message is to insert a row.  Nobody but those who store
 # waits for the disk.
 
-GRAPHILE_JOBS=10   # at a time, of each of its processes
+GRAPHILE_JOBS=10    # at a time, of each of its processes
+GRAPHILE_BATCH=500
 
 # install_graphile: into a cache folder; what is in there goes on as file 5
 install_graphile() {
@@ -26,7 +28,7 @@ install_graphile() {
 
 # work_contestants: graphile-worker takes part if it could be installed
 work_contestants() {
-	if [ -d "$WORK/npm/node_modules/graphile-worker" ]; then echo idem graphile; else echo idem; fi
+	if [ -d "$WORK/npm/node_modules/graphile-worker" ]; then echo idem graphile batches; else echo idem; fi
 }
 
 work_cluster() {
@@ -52,7 +54,7 @@ handlers() {
 # Storing and processing at the same time.
 #
 part_work_throughput() {
-	local pair c list workers n
+	local pair c list workers n rate
 	local -A fast=()
 	mkdir -p "$WORK/npm"
 	if [ -e /dev/fd/5 ]; then tar -C "$WORK/npm" -xf - <&5; fi
@@ -72,7 +74,8 @@ part_work_throughput() {
 				work_warm_up "$c"
 				n=${fast[$c$workers]:=$(awk "BEGIN { print int($rate * $BENCH_SECONDS) }")}
 				sql -c CHECKPOINT
-				measured work_throughput $workers "$c" "$(sql -c "CALL stored_and_processed('$c', $n, NULL)")"
+				rate=$(sql -c "CALL stored_and_processed('$c', $n, NULL)")
+				measured work_throughput $workers "$c" "$rate"
 				"work_stop_$c"
 			done
 		done
@@ -91,18 +94,26 @@ prepare_graphile() {
 				SELECT ('bench', json_build_object('n', nextval('numbers')), NULL, NULL, NULL, NULL, NULL, NULL)::graphile_worker.job_spec
 				FROM generate_series(1, many)))
 		$$;
+		CREATE FUNCTION store_batches(many integer) RETURNS bigint LANGUAGE sql VOLATILE RETURN store_graphile(many);
 	SQL
 }
 
 work_start_idem() { handlers "$1"; }
 work_stop_idem() { :; }
 
-work_start_graphile() {
+work_start_graphile() { graphile_start "$1" 1; }
+work_stop_graphile() { graphile_stop; }
+work_start_batches() { graphile_start "$1" $GRAPHILE_BATCH; }
+work_stop_batches() { graphile_stop; }
+
+# graphile_start PROCESSES BATCH
+graphile_start() {
 	local i deadline=$((SECONDS + 60))
 	graphile_pids=()
 	for ((i = 1; i <= $1; i++)); do
+		: >"$WORK/graphile.$i.log"
 		NODE_PATH=$WORK/npm/node_modules PGOPTIONS="-c synchronous_commit=off" \
-			node "$SRC/test/bench/graphile.js" $GRAPHILE_JOBS >"$WORK/graphile.$i.log" 2>&1 </dev/null &
+			node "$SRC/test/bench/graphile.js" $GRAPHILE_JOBS "$2" >"$WORK/graphile.$i.log" 2>&1 </dev/null &
 		graphile_pids+=($!)
 		until grep -q running "$WORK/graphile.$i.log"; do
 			if [ $SECONDS -gt $deadline ] || ! kill -0 $! 2>/dev/null; then
@@ -114,7 +125,7 @@ work_start_graphile() {
 	done
 }
 
-work_stop_graphile() {
+graphile_stop() {
 	kill "${graphile_pids[@]}"
 	wait "${graphile_pids[@]}" || true
 }
@@ -136,24 +147,39 @@ part_work_latency() {
 }
 
 #
-# A snapshot that somebody holds while messages are processed as fast as that
-# goes: how fast it goes before it, and at its end.
+# A snapshot that somebody holds, while messages are stored and processed one by
+# one.  What can be drained is measured with a backlog, before it and at its end.
 #
+WORK_BACKLOG=50000
+WORK_RATE=1000
+
 part_work_snapshot() {
-	local window=$((BENCH_HOLD < 20 ? BENCH_HOLD : 20)) load holder
+	local load holder
 	work_cluster work_snapshot
 	sql -c "ALTER SYSTEM SET autovacuum = on" -c "ALTER SYSTEM SET autovacuum_naptime = '5s'" \
 		-c "SELECT pg_reload_conf()" >/dev/null
-	sql -c "CALL keep_stored($((BENCH_HOLD + window + 20)))" &
+	# While 'bench' has no handler, this one keeps the processes there.
+	sql -c "SELECT idem.consumer_create('other', handler => 'handle')" >/dev/null
+	mkdir -p "$scripts"
+	echo "SELECT store_idem(1);" >"$scripts/store.idem"
+	PGOPTIONS="-c synchronous_commit=off" pgbench -n -M prepared -f "$scripts/store.idem" \
+		-c 4 -j 1 -R $WORK_RATE -T 100000 >"$WORK/load.log" 2>&1 &
 	load=$!
-	sleep $((window + 5))
-	measured work_held drain before "$(sql -c "SELECT processed_within($window)")"
+	sleep 5
+	work_drains before
 	psql -XqAt -c "BEGIN ISOLATION LEVEL REPEATABLE READ" -c "SELECT 1" -c "SELECT pg_sleep(100000)" >/dev/null 2>&1 &
 	holder=$!
-	sleep "$BENCH_HOLD"
-	measured work_held drain idem "$(sql -c "SELECT processed_within($window)")"
-	kill $holder
-	wait $holder || true
-	wait $load
+	sleep $((BENCH_HOLD > 20 ? BENCH_HOLD - 20 : BENCH_HOLD))
+	work_drains idem
+	kill $holder $load
+	wait $holder $load || true
 	cluster_stop work_snapshot
+}
+
+work_drains() {
+	local i rate
+	for ((i = 1; i <= 5; i++)); do
+		rate=$(sql -c "CALL backlog_drained($WORK_BACKLOG, NULL)")
+		measured work_held drain "$1" "$rate"
+	done
 }

@@ -97,24 +97,30 @@ BEGIN
 END
 $$;
 
--- keep_stored(seconds): have 10,000 messages wait, as long as that
-CREATE PROCEDURE keep_stored(seconds integer) LANGUAGE plpgsql AS $$
+-- backlog_drained(n): store n messages while nobody processes them, and then have
+-- them processed; messages per second.  What others store meanwhile counts, too.
+CREATE PROCEDURE backlog_drained(n integer, INOUT rate float8) LANGUAGE plpgsql AS $$
 DECLARE
-	till timestamptz := clock_timestamp() + make_interval(secs => seconds);
-	stored bigint := 0;
-	before bigint := (SELECT coalesce(sum(processed), 0) FROM idem.stat_consumer WHERE consumer = 'bench');
+	deadline timestamptz;
 BEGIN
-	WHILE clock_timestamp() < till LOOP
-		IF stored - (SELECT coalesce(sum(processed), 0) - before FROM idem.stat_consumer WHERE consumer = 'bench') < 10000 THEN
-			stored := stored + store_idem(500);
-		ELSE
-			PERFORM pg_sleep(0.005);
-		END IF;
+	PERFORM idem.consumer_alter('bench', reset => ARRAY['handler']);
+	COMMIT;
+	FOR i IN 1..n / 1000 LOOP
+		PERFORM store_idem(1000);
 		COMMIT;
 	END LOOP;
+	TRUNCATE effect;
+	PERFORM idem.consumer_alter('bench', handler => 'handle');
+	COMMIT;
+	deadline := clock_timestamp() + interval '300 seconds';
+	WHILE (SELECT count(*) FROM effect) < n LOOP
+		IF clock_timestamp() > deadline THEN
+			RAISE EXCEPTION 'the backlog is not processed';
+		END IF;
+		COMMIT;
+		PERFORM pg_sleep(0.05);
+	END LOOP;
+	SELECT n / extract(epoch FROM max(at) - min(at)) INTO rate FROM (SELECT at FROM effect ORDER BY at LIMIT backlog_drained.n) e;
+	COMMIT;
 END
 $$;
-
--- processed_within(seconds): how many a second, in that time before now
-CREATE FUNCTION processed_within(seconds integer) RETURNS float8 LANGUAGE sql VOLATILE
-	RETURN (SELECT count(*) FROM effect WHERE at >= clock_timestamp() - make_interval(secs => seconds))::float8 / seconds;
