@@ -93,6 +93,18 @@ is(sql('SELECT count(*) FROM idem.dead_letter'), '0', 'nothing was given up');
 	is(scalar(keys %seen), $committed, 'what is routed beside it arrives, too');
 }
 
+# many messages of a few keys, failures, and as many handlers as there are:
+# a moment when two are at one key would show
+sql(q(SELECT idem.consumer_create('storm', 'moody', ordering => 'key', concurrency => 3,
+	backoff => '0.002 s', backoff_max => '0.01 s', max_attempts => 1000)));
+for my $round (1 .. 10)
+{
+	sql(qq(SELECT count(idem.inbox_store('storm', '$round-' || i, jsonb_build_object('n', $round * 1000 + i), key => (i % 5)::text)) FROM generate_series(1, 100) i));
+}
+await('storm: each once', q(SELECT count(*), count(DISTINCT n) FROM got WHERE consumer = 'storm'), '1000|1000', 60);
+is(sql(q(SELECT count(*) FROM (SELECT n < lag(n) OVER (PARTITION BY key ORDER BY id) AS late FROM got WHERE consumer = 'storm') x WHERE late)),
+	'0', 'storm: in the order of each key');
+
 # one that begins in the past
 sql(q(SELECT idem.consumer_create('old', 'note', ARRAY['order.*'], start_from => 'oldest')));
 sql(q(SELECT idem.consumer_create('new', 'note', ARRAY['order.*'])));
