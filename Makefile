@@ -101,7 +101,7 @@ TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
 	110_courier 120_amqp 125_amqp_relay 130_server 140_http \
 	150_relay 155_replay 157_faults 160_relay_life 170_copies 190_soak \
-	200_handler 205_handler_life 210_local
+	200_handler 205_handler_life 210_local 215_marks
 
 ISOLATION_OPTS = --inputdir=test/isolation
 
