@@ -51,6 +51,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "consumer.h"
+#include "fault.h"
 #include "guc.h"
 #include "payload.h"
 #include "stat.h"
@@ -313,6 +314,7 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	table_close(heap, NoLock);
 	PopActiveSnapshot();
 
+	IDEM_FAULT("take-scanned");
 	cursor->resume = Min(cursor->resume, idem_backlog_missed(&look));
 	/* A transaction's old snapshot says nothing about what came since. */
 	if (!IsolationUsesXactSnapshot() && first >= 0 && from == look.from)

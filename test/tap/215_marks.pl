@@ -67,5 +67,32 @@ S
 	is($node->safe_psql('postgres', qq(SELECT count(DISTINCT d.msg_id) - (SELECT stored FROM idem.stat_consumer s WHERE s.consumer = '$consumer' AND type IS NULL) FROM done d WHERE consumer = '$consumer')),
 		'0', "$consumer: nothing is lost");
 }
+
+# Exactly that: one has looked and not yet said so, when others commit and look.
+SKIP:
+{
+	skip 'this build has no fault points (make IDEM_FAULTS=1)', 3
+	  if $node->safe_psql('postgres', q(SELECT count(*) FROM pg_settings WHERE name = 'idem.fault')) eq '0';
+	my $from = -s $node->logfile;
+	my $mine = q(SET idem.fault = '';);
+	my $take = q(WITH n AS MATERIALIZED (SELECT msg_id FROM idem.inbox_next('slow', 1)) SELECT msg_id, idem.inbox_done('slow', msg_id) FROM n);
+	$node->safe_psql('postgres', q(SELECT idem.consumer_create('slow')));
+	my $early = session($node);
+	$early->query_safe(q(BEGIN; SELECT idem.inbox_store('slow', 'early 1', '1'), idem.inbox_store('slow', 'early 2', '1')));
+	$node->safe_psql('postgres', q(SELECT idem.inbox_store('slow', 'late', '1')));
+	$node->append_conf('postgresql.conf', "idem.fault = 'take-scanned:wait'");
+	$node->reload;
+	$node->poll_query_until('postgres', q(SELECT current_setting('idem.fault') <> ''));
+	my $looks = start_sql($node, $take);
+	$node->wait_for_log(qr/waiting at take-scanned/, $from);
+	$early->query_safe('COMMIT');
+	is($node->safe_psql('postgres', "$mine $take"), 'early 1|', 'what has committed meanwhile is seen by another');
+	$node->append_conf('postgresql.conf', "idem.fault = ''");
+	$node->reload;
+	is(finish_sql($looks), 'late|', 'the one that looked before gets what it saw');
+	is($node->safe_psql('postgres', "$take"), 'early 2|', 'and what it could not see is found after it');
+	leave($early);
+}
+
 $node->stop;
 done_testing();
