@@ -108,7 +108,8 @@ TAP = 010_crash 020_durable 030_dump 040_standby 050_prepared 060_retention \
 	070_stat 080_worker 081_worker_limits 085_hostile 090_readme \
 	110_courier 120_amqp 125_amqp_relay 130_server 140_http 142_kafka 143_kafka_relay \
 	145_nats 146_redis \
-	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade
+	150_relay 155_replay 156_trouble 157_faults 158_evil_courier 160_relay_life 165_clock 170_copies 175_adopted 190_soak 195_upgrade \
+	200_handler 205_handler_life 210_local 215_marks
 
 ISOLATION_OPTS = --inputdir=test/isolation
 

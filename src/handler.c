@@ -357,15 +357,20 @@ clean_up(void)
 	}
 }
 
-/* Commit as the owner: what still runs now, runs with those rights. */
+/*
+ * Commit as the owner: what triggers have deferred once more still runs now,
+ * with those rights and where the handler ran.
+ */
 static void
-commit_as(Oid owner)
+commit_as(Oid owner, const char *search_path)
 {
 	Oid			user;
 	int			context;
 
 	GetUserIdAndSecContext(&user, &context);
 	SetUserIdAndSecContext(owner, context | SECURITY_LOCAL_USERID_CHANGE);
+	(void) set_config_option("search_path", search_path, PGC_USERSET, PGC_S_SESSION,
+							 GUC_ACTION_LOCAL, true, 0, false);
 	commit();
 	SetUserIdAndSecContext(user, context);
 }
@@ -457,7 +462,7 @@ process(int32 consumer, IdemBacklog *b)
 		idem_stat_count(&stat, IDEM_STAT_CONSUMER, c->name, IDEM_STAT_BUSY_USECS,
 						Max(GetCurrentTimestamp() - start, 0));
 	}
-	commit_as(owner);
+	commit_as(owner, c->search_path);
 	running_seq = 0;
 	IDEM_FAULT("handler-committed");
 	return true;

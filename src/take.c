@@ -51,6 +51,7 @@
 #include "catalog.h"
 #include "compat.h"
 #include "consumer.h"
+#include "fault.h"
 #include "guc.h"
 #include "inbox.h"
 #include "stat.h"
@@ -128,17 +129,25 @@ idem_taken_text(const IdemTaken *t, int column)
 	return t->isnull[column - 1] ? NULL : TextDatumGetCString(t->values[column - 1]);
 }
 
-/* Keys that a scan has met, as hashes: two that collide wait for each other. */
-static bool
-key_is_new(HTAB *closed, Datum key)
+/* A key that a scan has met, as a hash: two that collide wait for each other. */
+typedef struct ClosedKey
+{
+	uint64		hash;			/* must be first */
+	bool		barred;			/* one stays: no later one is set aside, */
+	bool		barred_late;	/* or no later one of those is parked */
+} ClosedKey;
+
+static ClosedKey *
+close_key(HTAB *closed, Datum key, bool *found)
 {
 	text	   *value = DatumGetTextPP(key);
 	uint64		hash = hash_bytes_extended((unsigned char *) VARDATA_ANY(value),
 										   VARSIZE_ANY_EXHDR(value), 0);
-	bool		found;
+	ClosedKey  *entry = hash_search(closed, &hash, HASH_ENTER, found);
 
-	(void) hash_search(closed, &hash, HASH_ENTER, &found);
-	return !found;
+	if (!*found)
+		entry->barred = entry->barred_late = false;
+	return entry;
 }
 
 /* Does anything of a key, or of any key, wait in inbox_parked? */
@@ -168,9 +177,9 @@ key_is_parked(const IdemDeclared *c, Datum key, bool isnull, int64 seq)
 
 /*
  * Park a message behind one of its key, if nobody is at that right now: whoever
- * is, might be gone before ours can be seen to wait for it.
+ * is, might be gone before ours can be seen to wait for it.  False if it stays.
  */
-static void
+static bool
 park_behind(const IdemDeclared *c, IdemTaken *t)
 {
 	static IdemStatement st = {
@@ -190,6 +199,7 @@ park_behind(const IdemDeclared *c, IdemTaken *t)
 	SPI_finish();
 	if (waits)
 		idem_taken_park(c, t, &wait);
+	return waits;
 }
 
 /* Lock a row, unless somebody else has it or it is gone. */
@@ -250,7 +260,7 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	{
 		HASHCTL		ctl = {
 			.keysize = sizeof(uint64),
-			.entrysize = sizeof(uint64),
+			.entrysize = sizeof(ClosedKey),
 			.hcxt = CurrentMemoryContext,
 		};
 
@@ -267,31 +277,37 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	while (list_length(taken) < max && seen < MAX_LOOK &&
 		   index_getnext_slot(scan, ForwardScanDirection, slot))
 	{
-		bool		isnull = true;
+		bool		isnull;
 		int64		seq = DatumGetInt64(slot_getattr(slot, Anum_message_seq, &isnull));
-		Datum		key = (Datum) 0;
+		Datum		key = slot_getattr(slot, Anum_message_key, &isnull);
 		IdemTaken  *t;
 
 		CHECK_FOR_INTERRUPTS();
 		seen++;
 		if (first < 0)
 			first = seq;
-		if (c->ordered)
-		{
-			key = slot_getattr(slot, Anum_message_key, &isnull);
-			if (!isnull && !key_is_new(closed, key))
-			{
-				/* Behind one that is parked, it will be for a while. */
-				if (!any_parked || !key_is_parked(c, key, false, seq))
-					continue;
-			}
-		}
 		locked->tts_tid = slot->tts_tid;
-		if (c->ordered && !isnull && any_parked && key_is_parked(c, key, false, seq))
+		if (c->ordered && !isnull)
 		{
-			if (lock_row(heap, locked, snapshot))
-				behind = lappend(behind, taken_from_slot(slot));
-			continue;
+			bool		found;
+			ClosedKey  *closed_key = close_key(closed, key, &found);
+
+			/*
+			 * Behind one that is parked, it will be for a while.  But if an
+			 * earlier one is not parked with it, it must not be either: it
+			 * would be promoted before that one.
+			 */
+			if (any_parked && !closed_key->barred && key_is_parked(c, key, false, seq))
+			{
+				if (lock_row(heap, locked, snapshot))
+					behind = lappend(behind, taken_from_slot(slot));
+				else
+					closed_key->barred = true;
+				continue;
+			}
+			closed_key->barred = true;
+			if (found)
+				continue;
 		}
 		if (is_mine(seq, mine, nmine) || !lock_row(heap, locked, snapshot))
 			continue;
@@ -307,12 +323,20 @@ take_pending(const IdemDeclared *c, int max, List *taken)
 	table_close(heap, NoLock);
 	PopActiveSnapshot();
 
+	IDEM_FAULT("take-scanned");
 	cursor->resume = Min(cursor->resume, idem_backlog_missed(&look));
 	/* A transaction's old snapshot says nothing about what came since. */
 	if (!IsolationUsesXactSnapshot() && first >= 0 && from == look.from)
 		idem_backlog_looked(&look, IDEM_MARK_SEQ, first);
 	foreach(lc, behind)
-		park_behind(c, lfirst(lc));
+	{
+		IdemTaken  *t = lfirst(lc);
+		bool		found;
+		ClosedKey  *closed_key = close_key(closed, t->values[Anum_message_key - 1], &found);
+
+		if (!closed_key->barred_late && !park_behind(c, t))
+			closed_key->barred_late = true;
+	}
 	/* There is more, which we were kept from reaching by what is parked now. */
 	if (seen >= MAX_LOOK && behind != NIL)
 		idem_backlog_added(c->id, IDEM_MARK_SEQ, PG_INT64_MAX - 1);
