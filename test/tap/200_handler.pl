@@ -207,6 +207,12 @@ store('c', 'after 2pc');
 await('others go on', q(SELECT state FROM idem.inbox_status('c', 'after 2pc')), 'done');
 sql(q(COMMIT PREPARED 'p'));
 await('prepared and committed', q(SELECT state FROM idem.inbox_status('c', '2pc')), 'done');
+sql(q(SELECT idem.consumer_create('fetched')));
+store('fetched', "f$_") for 1 .. 2;
+sql(q(BEGIN; SELECT idem.inbox_done('fetched', msg_id) FROM idem.inbox_next('fetched'); PREPARE TRANSACTION 'p'));
+is(sql(q(BEGIN; SELECT msg_id, idem.inbox_done('fetched', msg_id) FROM idem.inbox_next('fetched', 10); COMMIT)), 'f2|', 'what is prepared is taken');
+sql(q(ROLLBACK PREPARED 'p'));
+is(sql(q(BEGIN; SELECT msg_id, idem.inbox_done('fetched', msg_id) FROM idem.inbox_next('fetched', 10); COMMIT)), 'f1|', 'rolled back, it is there again');
 
 $node->stop;
 done_testing();
