@@ -50,6 +50,7 @@ OBJS = \
 	src/backlog.o \
 	src/store.o \
 	src/take.o \
+	src/settle.o \
 	src/work.o \
 	src/handler.o \
 	src/local.o \
