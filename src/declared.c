@@ -150,6 +150,19 @@ idem_declared_all(void)
 	return declared;
 }
 
+/*
+ * idem_declared_forget
+ *		Read all of them anew next time.
+ *
+ * For those who are told of a change by other means: that may be before they
+ * hear of it in the ordinary way, which follows when it is visible already.
+ */
+void
+idem_declared_forget(void)
+{
+	generation = 0;
+}
+
 /* A consumer that is declared, or NULL. */
 IdemDeclared *
 idem_declared(const char *name)

@@ -32,6 +32,7 @@ typedef struct IdemDeclared
 } IdemDeclared;
 
 extern List *idem_declared_all(void);
+extern void idem_declared_forget(void);
 extern IdemDeclared *idem_declared(const char *name);
 extern IdemDeclared *idem_declared_by_id(int32 id);
 extern IdemDeclared *idem_declared_required(const char *name);

@@ -142,6 +142,7 @@ idem_local_orders(int64 newest_tick, bool held)
 											 ALLOCSET_DEFAULT_SIZES);
 	}
 	holding = held;
+	idem_declared_forget();
 	wanted = any_subscription();
 	MemoryContextReset(replays_context);
 	old = MemoryContextSwitchTo(replays_context);
