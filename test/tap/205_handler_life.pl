@@ -6,61 +6,13 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
 use Time::HiRes qw(usleep time);
+use Handlers;
 use Idem;
 
-my $node = cluster('handler_life', { allows_streaming => 1 }, 'max_worker_processes = 20', 'restart_after_crash = on',
+my $node = handler_cluster('handler_life', { allows_streaming => 1 }, 'max_worker_processes = 20', 'restart_after_crash = on',
 	'max_prepared_transactions = 5', 'idem.handler_workers = 2', 'wal_level = replica', 'max_wal_senders = 4');
 
-sub sql { return $node->safe_psql('postgres', $_[0]) }
-sub await
-{
-	my ($what, $query, $expected, $seconds) = @_;
-	local $Test::Builder::Level = $Test::Builder::Level + 1;
-	my $end = time + ($seconds // 30);
-	my ($rc, $is);
-	do
-	{
-		usleep(20_000) if defined $is;
-		($rc, $is) = $node->psql('postgres', $query, on_error_stop => 0);
-		$is //= '';
-	} while ($is ne $expected && time < $end);
-	is($is, $expected, $what)
-	  or diag($node->psql('postgres', 'SELECT consumer, state, reason, pending, parked FROM idem.consumer_status; SELECT msg_id, state, attempts, last_error FROM idem.inbox_parked'));
-	return;
-}
-sub store
-{
-	my ($consumer, $id, $payload) = @_;
-	return sql("SELECT idem.inbox_store('$consumer', '$id', '" . ($payload // '{}') . "')");
-}
-sub handler
-{
-	my ($name, $body, $returns) = @_;
-	$returns //= 'void';
-	sql("CREATE OR REPLACE FUNCTION $name(m idem.message) RETURNS $returns LANGUAGE plpgsql AS \$f\$ $body \$f\$");
-	return;
-}
-
-sql(<<'S');
-CREATE TABLE effect (consumer text, msg_id text, attempt integer, who text, at timestamptz DEFAULT clock_timestamp());
-CREATE TABLE trace (what text);
-CREATE ROLE app;
-GRANT USAGE, CREATE ON SCHEMA public TO app;
-GRANT USAGE ON SCHEMA idem TO app;
-GRANT ALL ON effect, trace TO app;
-GRANT EXECUTE ON FUNCTION idem.consumer_create(text, regproc, text[], interval, integer, interval, interval, integer, text, text, interval, text[], interval) TO app;
-CREATE SEQUENCE tries;
-GRANT ALL ON tries TO app;
-S
-handler('h', q(
-	BEGIN
-		INSERT INTO effect VALUES (m.consumer, m.msg_id, m.attempt, current_user);
-		IF m.payload->>'fail' IS NOT NULL AND m.attempt <= (m.payload->>'times')::int THEN
-			RAISE EXCEPTION 'no good' USING ERRCODE = m.payload->>'fail';
-		END IF;
-		PERFORM pg_sleep((m.payload->>'sleep')::float);
-		RETURN jsonb_build_object('attempt', m.attempt);
-	END), 'jsonb');
+Handlers::handler_setup();
 sql(q(SET ROLE app; SELECT idem.consumer_create('c', 'h', max_attempts => 3, backoff => '0.01 s', timeout => '1 s',
 	never_retry => '{22}', not_yet_for => '0.5 s')));
 
@@ -145,7 +97,7 @@ $node->wait_for_catchup($standby);
 is(sqlstate($standby, q(SELECT * FROM idem.inbox_next('here'))), '25006', 'a standby processes nothing');
 $node->stop('immediate');
 $standby->promote;
-$node = $standby;
+$node = work_on($standby);
 sql(q(SELECT idem.consumer_alter('here', 'h_here')));
 await('promoted: what waited is processed', q(SELECT count(*), count(DISTINCT msg_id) FROM effect WHERE consumer = 'here'), '2|2');
 

@@ -6,30 +6,13 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
 use Time::HiRes qw(usleep time);
+use Handlers;
 use Idem;
 use FileCourier qw(install_courier bodies file_server);
 
-my $node = cluster('local', {}, "idem.site = 'here'", 'max_worker_processes = 20', 'restart_after_crash = on',
+my $node = handler_cluster('local', {}, "idem.site = 'here'", 'max_worker_processes = 20', 'restart_after_crash = on',
 	'idem.handler_workers = 3', 'idem.outbox_retention = 1d');
 install_courier($node);
-
-sub sql { return $node->safe_psql('postgres', $_[0]) }
-sub await
-{
-	my ($what, $query, $expected, $seconds) = @_;
-	local $Test::Builder::Level = $Test::Builder::Level + 1;
-	my $end = time + ($seconds // 30);
-	my ($rc, $is);
-	do
-	{
-		usleep(20_000) if defined $is;
-		($rc, $is) = $node->psql('postgres', $query, on_error_stop => 0);
-		$is //= '';
-	} while ($is ne $expected && time < $end);
-	is($is, $expected, $what)
-	  or diag($node->psql('postgres', 'SELECT consumer, state, reason, pending, parked FROM idem.consumer_status; SELECT consumer, seq, msg_id, key, state, attempts, due - now(), last_error FROM idem.inbox_parked LIMIT 20'));
-	return;
-}
 
 sql(file_server('bus', ''));
 sql(<<'S');
